@@ -1,0 +1,1 @@
+"""gRPC workers for LLM inference engines behind the SMG router."""

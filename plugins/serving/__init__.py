@@ -1,0 +1,1 @@
+"""The servicer that every engine and every contract share."""

@@ -1,0 +1,250 @@
+"""A worker's life: bind, load, serve, drain, end. The same for every engine and contract."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ..hooks.settings import ConfigurationError
+from .contract import Contract
+from .engine import Engine
+from .errors import Unavailable
+from .health import Health, State
+from .servicer import Admit, Finished, Servicer
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECS = 10.0
+_FLUSH_SECS = 1.0  # for statuses on their way to clients
+_HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What to serve and how.
+
+    `load` blocks (it runs in a thread of its own) and returns what `connect` turns into the engine's
+    adapter on the event loop.
+    """
+
+    contract: Contract
+    host: str
+    port: int
+    load: Callable[[], Any]
+    connect: Callable[[Any], Awaitable[Engine]]
+    drain_secs: float = 5.0
+    max_message_bytes: int = -1
+    interceptors: Sequence[Any] = ()
+    admit: Admit | None = None
+    finished: Finished | None = None
+    periodic: Sequence[Callable[[Engine], Awaitable[None]]] = field(default=())
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """Channel options of every worker's server; -1 is no message ceiling."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # A call says nothing while a long prompt is read: a client's keepalive pings are no abuse then.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A second worker on a taken port must fail, not share its traffic.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def bind(server: Any, host: str, port: int) -> str:
+    """Bind and return the address; ConfigurationError names one that is taken or not ours."""
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            [f"--host/--port: cannot listen on {address}: in use, or not this machine's"]
+        ) from error
+    return address if port else f"{address.rsplit(':', 1)[0]}:{bound}"
+
+
+async def run(worker: Worker) -> int:
+    """Serve until a signal or the engine's end; returns the exit code (0 clean, 1 failed, 2 configuration)."""
+    life = _Life(worker)
+    try:
+        return await life.run()
+    except ConfigurationError as error:
+        for line in error.lines:
+            logger.error("%s", line)
+        return error.exit_code
+    finally:
+        life.forget_signals()
+
+
+class _Life:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.health = Health([worker.contract.service])
+        self.servicer = Servicer(worker.contract, self.health, admit=worker.admit, finished=worker.finished)
+        self.server = grpc.aio.server(
+            options=server_options(worker.max_message_bytes), interceptors=list(worker.interceptors)
+        )
+        self.stop = asyncio.Event()
+        self._signals: list[int] = []
+
+    async def run(self) -> int:
+        address = await self._listen()
+        self._watch_signals()
+        engine = await self._load()
+        if engine is None:
+            return await self._never_served()
+        self.servicer.serve(engine)
+        logger.info("serving %s on %s", self.worker.contract.service, address)
+        tasks = [asyncio.create_task(job(engine)) for job in self.worker.periodic]
+        await self._first(self.stop.wait(), self.servicer.dead.wait())
+        died = self.servicer.dead.is_set()
+        if not died:
+            await self._drain()
+            died = self.servicer.dead.is_set()
+        for task in tasks:
+            task.cancel()
+        await self._end(engine, _CLOSE_SECS if not died else _FLUSH_SECS)
+        return 1 if died else 0
+
+    async def _listen(self) -> str:
+        worker = self.worker
+        worker.contract.register(self.servicer, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        reflection.enable_server_reflection(
+            (worker.contract.service, _HEALTH_SERVICE, reflection.SERVICE_NAME), self.server
+        )
+        address = bind(self.server, worker.host, worker.port)
+        await self.server.start()
+        logger.info("listening on %s, not serving until the engine is ready", address)
+        return address
+
+    async def _load(self) -> Engine | None:
+        """The engine, or None when a signal or a failure came first."""
+        loading = _in_thread(self.worker.load)
+        await self._first(loading, self.stop.wait())
+        if not loading.done():
+            return None
+        try:
+            return await self.worker.connect(loading.result())
+        except ConfigurationError:
+            raise
+        except Exception:
+            logger.exception("the engine did not start")
+            return None
+
+    async def _never_served(self) -> int:
+        self.health.set(State.DRAINING if self.stop.is_set() else State.DEAD)
+        self.health.close()
+        await self.server.stop(0)
+        # The thread that loads the engine cannot be interrupted: what it started is ended for it.
+        leave_now(0 if self.stop.is_set() else 1)
+
+    async def _drain(self) -> None:
+        logger.info("draining: %d live calls, at most %g s", len(self.servicer.table), self.worker.drain_secs)
+        self.servicer.drain()
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(
+                self._first(self.servicer.table.idle(), self.servicer.dead.wait()), self.worker.drain_secs
+            )
+        self.servicer.end_calls(Unavailable(State.DRAINING.value))
+
+    async def _end(self, engine: Engine, seconds: float) -> None:
+        await self.servicer.settle()
+        self.health.close()
+        await self.server.stop(_FLUSH_SECS)
+        closing = _in_thread(engine.close)
+        done, _ = await asyncio.wait([closing], timeout=seconds)
+        if not done:
+            logger.warning("the engine did not close within %g s: ending its processes", seconds)
+            end_children()
+        elif closing.exception() is not None:
+            logger.warning("closing the engine: %s", closing.exception())
+
+    async def _first(self, *work: Any) -> None:
+        """Return when the first of `work` is done; the others are cancelled, but for futures."""
+        tasks = [item if isinstance(item, asyncio.Future) else asyncio.ensure_future(item) for item in work]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                if isinstance(task, asyncio.Task):
+                    task.cancel()
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+            self._signals.append(number)
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.stop.is_set():
+            logger.warning("%s again: ending now", name)
+            leave_now(0)
+        logger.info("%s: shutting down", name)
+        self.stop.set()
+
+    def forget_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._signals:
+            loop.remove_signal_handler(number)
+
+
+def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Run a blocking function in a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            result, setter = function(), future.set_result
+        except BaseException as error:  # noqa: BLE001  carried to whoever awaits; SystemExit from an engine too
+            if isinstance(error, (SystemExit, KeyboardInterrupt, StopIteration)):
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            result, setter = error, future.set_exception
+        with contextlib.suppress(RuntimeError):  # the loop may be gone
+            loop.call_soon_threadsafe(functools.partial(settle, setter, result))
+
+    threading.Thread(target=work, daemon=True, name="smg-blocking").start()
+    return future
+
+
+def end_children() -> None:
+    """End this process's multiprocessing children: SIGTERM, then SIGKILL."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(1.0)
+        if child.is_alive():
+            child.kill()
+
+
+def leave_now(code: int) -> Any:
+    """End the process and its children without waiting for anything else."""
+    end_children()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,224 @@
+"""The table of live calls: step batches in by internal key, choices out to whoever waits.
+
+Keys are ours: of one length, unique for the life of the process, never a client's id. So duplicates,
+re-used ids, aborts by prefix and several choices are settled here for every engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..wire.calls import Details, Finish, FinishReason, Logprobs, StepBatch
+from .errors import AlreadyLive, Failure
+
+if TYPE_CHECKING:
+    from ..wire.calls import Call, EmbedCall
+
+_ABORTED = Finish(FinishReason.ABORT)
+
+
+class Choice:
+    """One output of a call: everything that arrived, and how much of it was sent."""
+
+    __slots__ = (
+        "accepted_tokens",
+        "cached_tokens",
+        "draft_tokens",
+        "embedding",
+        "finish",
+        "fresh",
+        "index",
+        "key",
+        "kv_transfer",
+        "logprobs",
+        "logprobs_sent",
+        "prompt_logprobs",
+        "sent",
+        "stream",
+        "token_ids",
+    )
+
+    def __init__(self, stream: Stream, index: int, key: str) -> None:
+        self.stream, self.index, self.key = stream, index, key
+        self.token_ids: list[int] = []
+        self.sent = 0
+        self.fresh = False
+        self.finish: Finish | None = None
+        self.cached_tokens = 0
+        self.logprobs: list[Logprobs] = []
+        self.logprobs_sent = 0
+        self.prompt_logprobs: list[Logprobs] = []
+        self.kv_transfer: dict | None = None
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.embedding: Sequence[float] | None = None
+
+    def note(self, details: Details) -> None:
+        """Take in what a step brought beside tokens."""
+        if details.logprobs is not None:
+            self.logprobs.append(details.logprobs)
+        if details.prompt_logprobs is not None:
+            self.prompt_logprobs.append(details.prompt_logprobs)
+        if details.cached_tokens is not None:
+            self.cached_tokens = details.cached_tokens
+        if details.kv_transfer is not None:
+            self.kv_transfer = details.kv_transfer
+        if details.draft_tokens:
+            self.draft_tokens, self.accepted_tokens = details.draft_tokens, details.accepted_tokens
+        if details.embedding is not None:
+            self.embedding = details.embedding
+        if details.finish is not None:
+            self.finish = details.finish
+
+
+class Stream:
+    """One live call with its choices, and the one consumer that waits for them."""
+
+    __slots__ = ("call", "choices", "failure", "fresh", "started", "streaming", "unfinished", "waiter")
+
+    def __init__(self, call: Call | EmbedCall, keys: Sequence[str], streaming: bool) -> None:
+        self.call = call
+        self.choices = [Choice(self, index, key) for index, key in enumerate(keys)]
+        self.streaming = streaming
+        self.unfinished = len(keys)
+        self.fresh: list[Choice] = []
+        self.waiter: asyncio.Future[None] | None = None
+        self.failure: Failure | None = None
+        self.started = False
+
+    @property
+    def keys(self) -> list[str]:
+        return [choice.key for choice in self.choices]
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.failure is not None or not self.unfinished
+
+    async def news(self) -> list[Choice]:
+        """Choices with something new since the last call; raises what ended the stream.
+
+        A call that does not stream waits for its last choice. What arrives while the consumer is
+        busy is in the next answer, so a slow one makes no queue.
+        """
+        while self.failure is None and (not self.fresh if self.streaming else self.unfinished):
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        if self.failure is not None:
+            raise self.failure
+        fresh, self.fresh = self.fresh, []
+        for choice in fresh:
+            choice.fresh = False
+        return fresh if self.streaming else self.choices
+
+    def wake(self) -> None:
+        """Let the consumer look again."""
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class StreamTable:
+    """All live calls by request id, and their choices by internal key."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Stream] = {}
+        self._choices: dict[str, Choice] = {}
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def new_key(self) -> str:
+        """A key that no engine has seen from this process."""
+        return f"smg-{self._prefix}-{next(self._numbers):012x}"
+
+    def open(self, call: Call | EmbedCall, choices: int = 1, streaming: bool = False) -> Stream:
+        """Register a call; raises AlreadyLive when its id is running."""
+        if call.request_id in self._by_id:
+            raise AlreadyLive(f"request_id: {call.request_id!r} is running")
+        stream = Stream(call, [self.new_key() for _ in range(choices)], streaming)
+        self._by_id[call.request_id] = stream
+        for choice in stream.choices:
+            self._choices[choice.key] = choice
+        self._idle.clear()
+        return stream
+
+    def close(self, stream: Stream) -> list[str]:
+        """Forget a call; returns the keys that the engine may still hold."""
+        if self._by_id.get(stream.call.request_id) is stream:
+            del self._by_id[stream.call.request_id]
+        for choice in stream.choices:
+            self._choices.pop(choice.key, None)
+        if not self._by_id:
+            self._idle.set()
+        return [choice.key for choice in stream.choices if choice.finish is None]
+
+    def feed(self, batch: StepBatch) -> None:
+        """Hand a step batch to its choices. Steps of unknown keys belong to nobody any more."""
+        choices = self._choices
+        for step in batch.steps:
+            choice = choices.get(step.key)
+            if choice is None or choice.finish is not None:
+                continue
+            choice.token_ids += step.token_ids
+            stream = choice.stream
+            if step.details is not None:
+                stream.started = True
+                choice.note(step.details)
+                if choice.finish is not None:
+                    stream.unfinished -= 1
+            if not choice.fresh:
+                choice.fresh = True
+                stream.fresh.append(choice)
+            waiter = stream.waiter
+            if waiter is not None and (stream.streaming or not stream.unfinished):
+                stream.waiter = None
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End live calls with what they have; returns the keys to end in the engine."""
+        keys: list[str] = []
+        for request_id in request_ids:
+            stream = self._by_id.get(request_id)
+            if stream is None:
+                continue
+            for choice in stream.choices:
+                if choice.finish is None:
+                    choice.finish = _ABORTED
+                    keys.append(choice.key)
+                    if not choice.fresh:
+                        choice.fresh = True
+                        stream.fresh.append(choice)
+            stream.unfinished = 0
+            stream.wake()
+        return keys
+
+    def fail(self, failure: Failure) -> list[str]:
+        """End every live call with `failure`; returns the keys that the engine may still hold."""
+        keys = []
+        for stream in self._by_id.values():
+            stream.failure = failure
+            keys += [choice.key for choice in stream.choices if choice.finish is None]
+            stream.wake()
+        return keys
+
+    def live(self) -> Iterable[Stream]:
+        """Live calls, oldest first."""
+        return self._by_id.values()
+
+    def not_started(self) -> list[Stream]:
+        """Calls that the engine has answered nothing for, oldest first."""
+        return [stream for stream in self._by_id.values() if not stream.started]
+
+    async def idle(self) -> None:
+        """Return once no call is live."""
+        await self._idle.wait()

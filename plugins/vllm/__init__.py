@@ -1,0 +1,1 @@
+"""vLLM as a worker behind the SMG router."""
