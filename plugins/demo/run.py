@@ -97,7 +97,7 @@ def _demo(
     environment, mended = worker_environment(engine, folder / "worker")
     for sentence in mended:
         _say(f"worker: {sentence}")
-    worker = Child("worker", worker_command(model, worker_port), environment, folder / "worker.log")
+    worker = Child("worker", worker_command(engine, model, worker_port), environment, folder / "worker.log")
     children.append(stack.enter_context(worker))
     wait_until_serving(worker, worker_port, started + WORKER_SECONDS)
     _say(f"worker: SERVING after {time.monotonic() - started:.1f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -110,6 +111,9 @@ class _Life:
         engine = await self._load()
         if engine is None:
             return await self._never_served()
+        # What loading left behind lives as long as the process: collections need not look at it.
+        gc.collect()
+        gc.freeze()
         self.servicer.serve(engine)
         logger.info("serving %s on %s", self.worker.contract.service, address)
         tasks = [asyncio.create_task(job(engine)) for job in self.worker.periodic]

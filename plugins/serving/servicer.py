@@ -159,25 +159,47 @@ class Servicer:
 
     # Generation
 
-    @_rpc
-    async def Generate(self, request: Any, context: Any) -> None:
-        """Run one call; chunks as tokens come when it streams, one complete a choice."""
-        stream: Stream | None = None
+    async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
+        """Run one call; chunks as tokens come when it streams, one complete a choice.
+
+        The token loop stands here, not in a coroutine of its own: every level between gRPC and
+        `write` is paid for with every token.
+        """
+        stream, failure = None, None
         submitted, status = False, "CANCELLED"
         try:
             stream = self._open(request, context)
             submitted = await self._submit(stream)
-            await self._send(stream, context)
+            write, streaming, prompt_tokens = context.write, stream.streaming, len(stream.call.token_ids)
+            plain = [self.contract.plain_chunks(choice.index, prompt_tokens) for choice in stream.choices]
+            unfinished = len(plain)
+            while unfinished:
+                while stream.quiet:
+                    await stream.change()
+                for choice in stream.take():
+                    # Read before a write lets more arrive: a complete follows its last chunk.
+                    finish, sent = choice.finish, choice.sent
+                    if streaming and sent < len(choice.token_ids):
+                        choice.sent = len(choice.token_ids)
+                        if choice.logprobs or choice.prompt_logprobs:
+                            await write(self._chunk(choice, sent, prompt_tokens))
+                        else:
+                            new = choice.token_ids[sent:]
+                            await write(plain[choice.index](new, choice.sent, choice.cached_tokens))
+                    if finish is not None:
+                        unfinished -= 1
+                        await write(self._complete(choice, finish, prompt_tokens))
             status = "OK"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the boundary to the client: no traceback goes out
             failure = self.explain(error)
             status = failure.code.name
-            raise failure from error
         finally:
             if not submitted and status != AlreadyLive.code.name:
                 self._release_handoff(request)
             if stream is not None:
                 self._close(stream, status)
+        if failure is not None:
+            await context.abort(failure.code, str(failure))
 
     def _open(self, request: Any, context: Any) -> Stream:
         """Check everything of a request that needs no tokenizer, and register it as live."""
@@ -225,27 +247,6 @@ class Servicer:
         handoff = self.contract.handoff(request)
         if handoff is not None and self._engine is not None and not self.dead.is_set():
             self._spawn(self._quietly(self._engine.release_handoff(*handoff, self.table.new_key())))
-
-    async def _send(self, stream: Stream, context: Any) -> None:
-        write, news, streaming = context.write, stream.news, stream.streaming
-        prompt_tokens = len(stream.call.token_ids)
-        plain = [self.contract.plain_chunks(choice.index, prompt_tokens) for choice in stream.choices]
-        unfinished = len(stream.choices)
-        while unfinished:
-            for choice in await news():
-                # Read before the write below lets more arrive: a complete follows its last chunk.
-                finish = choice.finish
-                sent, total = choice.sent, len(choice.token_ids)
-                if streaming and sent < total:
-                    choice.sent = total
-                    if choice.logprobs or choice.prompt_logprobs:
-                        await write(self._chunk(choice, sent, prompt_tokens))
-                    else:
-                        new = choice.token_ids[sent:]
-                        await write(plain[choice.index](new, total, choice.cached_tokens))
-                if finish is not None:
-                    unfinished -= 1
-                    await write(self._complete(choice, finish, prompt_tokens))
 
     def _chunk(self, choice: Choice, sent: int, prompt_tokens: int) -> Any:
         parts, choice.logprobs_sent = choice.logprobs[choice.logprobs_sent :], len(choice.logprobs)
@@ -300,7 +301,9 @@ class Servicer:
         stream = self.table.open(call)
         try:
             await engine.submit_embedding(call, stream.choices[0].key)
-            (choice,) = await stream.news()
+            while stream.quiet:
+                await stream.change()
+            (choice,) = stream.take()
             finish = choice.finish
             if choice.embedding is None or finish is None:
                 if finish is not None and finish.reason is FinishReason.ABORT:

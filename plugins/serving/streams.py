@@ -78,7 +78,17 @@ class Choice:
 class Stream:
     """One live call with its choices, and the one consumer that waits for them."""
 
-    __slots__ = ("call", "choices", "failure", "fresh", "started", "streaming", "unfinished", "waiter")
+    __slots__ = (
+        "_new_future",
+        "call",
+        "choices",
+        "failure",
+        "fresh",
+        "started",
+        "streaming",
+        "unfinished",
+        "waiter",
+    )
 
     def __init__(self, call: Call | EmbedCall, keys: Sequence[str], streaming: bool) -> None:
         self.call = call
@@ -89,6 +99,7 @@ class Stream:
         self.waiter: asyncio.Future[None] | None = None
         self.failure: Failure | None = None
         self.started = False
+        self._new_future = asyncio.get_running_loop().create_future
 
     @property
     def keys(self) -> list[str]:
@@ -99,15 +110,21 @@ class Stream:
         """Whether nothing more is to come."""
         return self.failure is not None or not self.unfinished
 
-    async def news(self) -> list[Choice]:
+    @property
+    def quiet(self) -> bool:
+        """Whether the consumer has to wait: a call that does not stream waits for its last choice."""
+        return self.failure is None and (not self.fresh if self.streaming else self.unfinished > 0)
+
+    def change(self) -> asyncio.Future[None]:
+        """What to await while the stream is quiet."""
+        self.waiter = self._new_future()
+        return self.waiter
+
+    def take(self) -> list[Choice]:
         """Choices with something new since the last call; raises what ended the stream.
 
-        A call that does not stream waits for its last choice. What arrives while the consumer is
-        busy is in the next answer, so a slow one makes no queue.
+        What arrives while the consumer is busy is in the next answer, so a slow one makes no queue.
         """
-        while self.failure is None and (not self.fresh if self.streaming else self.unfinished):
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
         if self.failure is not None:
             raise self.failure
         fresh, self.fresh = self.fresh, []

@@ -67,6 +67,9 @@ class OutputReader:
     """Turns engine core output batches into step batches. `live` is the adapter's table by key."""
 
     def __init__(self, live: dict[str, Live], lora_states: Any, log_stats: bool) -> None:
+        from vllm.v1.metrics.stats import IterationStats
+
+        self._new_iteration = IterationStats
         self.live = live
         self._lora_states = lora_states
         self._log_stats = log_stats
@@ -74,7 +77,7 @@ class OutputReader:
 
     def read(self, outputs: Any) -> tuple[StepBatch, Any]:
         """The step batch of `outputs`, and vLLM's iteration statistics for its loggers."""
-        iteration = self._iteration_stats(outputs)
+        iteration = self._new_iteration() if self._log_stats and outputs.outputs else None
         live, timestamp, lora = self.live, outputs.timestamp, self._lora_states
         steps: list[Step] = []
         for output in outputs.outputs:
@@ -82,11 +85,19 @@ class OutputReader:
             request = live.get(key)
             if request is None:
                 continue
+            if request.plain and output.finish_reason is None and not request.prefilling and output.events is None:
+                tokens = output.new_token_ids
+                if iteration is not None:
+                    # What update_from_output does for a plain decode, without its look into the environment.
+                    stats = request.stats
+                    iteration.num_generation_tokens += len(tokens)
+                    iteration.inter_token_latencies_iter.append(timestamp - stats.last_token_ts)
+                    stats.num_generation_tokens += len(tokens)
+                    stats.last_token_ts = timestamp
+                steps.append(Step(key, tokens))
+                continue
             if iteration is not None:
                 iteration.update_from_output(output, timestamp, request.prefilling, request.stats, lora, None)
-            if request.plain and output.finish_reason is None and not request.prefilling:
-                steps.append(Step(key, output.new_token_ids))
-                continue
             try:
                 details = self._details(request, key, output)
             except Exception:
@@ -100,13 +111,6 @@ class OutputReader:
                 if iteration is not None:
                     self._finished(iteration, request, details, output)
         return StepBatch(outputs.engine_index, steps, _load(outputs.scheduler_stats)), iteration
-
-    def _iteration_stats(self, outputs: Any) -> Any:
-        if not self._log_stats or not outputs.outputs:
-            return None
-        from vllm.v1.metrics.stats import IterationStats
-
-        return IterationStats()
 
     def _details(self, request: Live, key: str, output: Any) -> Details:
         details = Details()

@@ -7,6 +7,7 @@ engine whose step batches come as fast as they are taken.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ async def main(kind: str, port: int) -> None:
         contract = VllmContract()
         servicer = Servicer(contract, Health([contract.service]))
         contract.register(servicer, server)
+        gc.collect()
+        gc.freeze()  # as a worker does
         servicer.serve(FastEngine())
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()

@@ -43,7 +43,7 @@ class Load:
 
 
 async def burst(address: str, calls: int, stream: bool, tokens: int) -> Load:
-    """`calls` calls at once; messages are counted unparsed, tokens from each complete."""
+    """`calls` calls at once. Tokens are those of the chunks: a complete need not hold them all."""
     async with grpc.aio.insecure_channel(address) as channel:
         generate = channel.unary_stream(GENERATE, request_serializer=pb.GenerateRequest.SerializeToString)
 
@@ -51,10 +51,12 @@ async def burst(address: str, calls: int, stream: bool, tokens: int) -> Load:
             request = pb.GenerateRequest(request_id=f"bench-{time.monotonic_ns()}-{number}", stream=stream)
             request.tokenized.input_ids.extend((number * 7 + i * 13) % 2000 for i in range(PROMPT))
             request.sampling_params.MergeFrom(pb.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-            messages, last = 0, b""
-            async for last in generate(request):
+            messages = produced = 0
+            async for raw in generate(request):
                 messages += 1
-            return messages, len(pb.GenerateResponse.FromString(last).complete.output_ids)
+                response = pb.GenerateResponse.FromString(raw)
+                produced += len(response.chunk.token_ids if stream else response.complete.output_ids)
+            return messages, produced
 
         start = time.monotonic()
         results = await asyncio.gather(*(one(number) for number in range(calls)))

@@ -1,0 +1,109 @@
+"""Workers that the suites share: the core over a fake engine, and real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import environments
+import models
+from client import Client
+from fake_engine import FakeEngine
+from workers import VllmWorker
+
+_made: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """`tiny(name)`: the folder of a tiny model, made once."""
+
+    def make(name: str) -> Path:
+        if name not in _made:
+            _made[name] = models.load().write(name, tmp_path_factory.mktemp("models") / name)
+        return _made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The python of the vLLM environment with this checkout."""
+    return environments.ensure("vllm")
+
+
+@pytest.fixture(scope="session")
+def vllm_worker(vllm_python, tiny, tmp_path_factory) -> Iterator[VllmWorker]:
+    """A real vLLM on the tiny Qwen3, for tests that leave it as they found it."""
+    log = tmp_path_factory.mktemp("worker") / "vllm.log"
+    worker = VllmWorker(vllm_python, tiny("qwen3"), log, "--max-logprobs", "-1")
+    worker.start()
+    try:
+        worker.wait_serving()
+        yield worker
+    finally:
+        worker.stop()
+
+
+class FakeWorker:
+    """The servicer over a FakeEngine, served from a thread's event loop on a real socket."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        from smg_grpc_servicer.serving.health import Health
+        from smg_grpc_servicer.serving.server import server_options
+        from smg_grpc_servicer.serving.servicer import Servicer
+        from smg_grpc_servicer.wire.contracts.vllm import VllmContract
+
+        self.engine = engine
+        self.loop = asyncio.new_event_loop()
+        started = threading.Event()
+
+        async def main() -> None:
+            from grpc_health.v1 import health_pb2_grpc
+
+            contract = VllmContract()
+            health = Health([contract.service])
+            self.servicer = Servicer(contract, health)
+            self.server = grpc.aio.server(options=server_options(-1))
+            contract.register(self.servicer, self.server)
+            health_pb2_grpc.add_HealthServicer_to_server(health, self.server)
+            self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+            await self.server.start()
+            self.servicer.serve(engine)
+            started.set()
+            await self.server.wait_for_termination()
+
+        self.task = asyncio.run_coroutine_threadsafe(main(), self.loop)
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        assert started.wait(10), self.task.exception()
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.server.stop(0), self.loop).result(10)
+        self.task.result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+@pytest.fixture(scope="session")
+def fake_worker() -> Iterator[FakeWorker]:
+    worker = FakeWorker(FakeEngine(pace=0.001))
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.engine)])
+def client(request) -> Iterator[Client]:
+    """A client of every worker that the conformance suite runs against."""
+    worker = request.getfixturevalue(f"{request.param}_worker")
+    with Client(worker.address, kind=request.param) as client:
+        yield client
+        client.check_empty()
