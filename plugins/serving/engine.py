@@ -61,7 +61,7 @@ class Engine(Protocol):
     async def submit(self, call: Call, keys: Sequence[str]) -> None:
         """Hand one call to the engine, one submission per choice under `keys[index]`.
 
-        What raises has submitted nothing that outlives it.
+        What raises has submitted nothing that outlives it; InvalidCall names a sampling field.
         """
 
     async def submit_embedding(self, call: EmbedCall, key: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -59,17 +60,17 @@ class Health(health_pb2_grpc.HealthServicer):
     def _status(self) -> int:
         return _Status.SERVING if self._state is State.SERVING else _Status.NOT_SERVING
 
-    async def Check(self, request, context):
+    async def Check(self, request: Any, context: Any) -> Any:
         """The status of a service; NOT_FOUND for one that this server does not have."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return _Status(status=self._status())
 
-    async def List(self, request, context):
+    async def List(self, request: Any, context: Any) -> Any:
         """The status of every service."""
         return health_pb2.HealthListResponse(statuses={name: _Status(status=self._status()) for name in self._services})
 
-    async def Watch(self, request, context):
+    async def Watch(self, request: Any, context: Any) -> None:
         """The status of a service, at once and after every change; SERVICE_UNKNOWN stays open."""
         known = request.service in self._services
         last = None

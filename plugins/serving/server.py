@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,10 +22,11 @@ from grpc_reflection.v1alpha import reflection
 
 from ..hooks.settings import ConfigurationError
 from .contract import Contract
+from .core import Admit, Finished
 from .engine import Engine
 from .errors import Unavailable
 from .health import Health, State
-from .servicer import Admit, Finished, Servicer
+from .servicer import Servicer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Worker:
     interceptors: Sequence[Any] = ()
     admit: Admit | None = None
     finished: Finished | None = None
-    periodic: Sequence[Callable[[Engine], Awaitable[None]]] = field(default=())
+    periodic: Sequence[Callable[[Engine], Coroutine[Any, Any, None]]] = ()
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -173,6 +174,7 @@ class _Life:
         await self.servicer.settle()
         self.health.close()
         await self.server.stop(_FLUSH_SECS)
+        await self.servicer.close()
         closing = _in_thread(engine.close)
         done, _ = await asyncio.wait([closing], timeout=seconds)
         if not done:
@@ -245,7 +247,7 @@ def end_children() -> None:
             child.kill()
 
 
-def leave_now(code: int) -> Any:
+def leave_now(code: int) -> NoReturn:
     """End the process and its children without waiting for anything else."""
     end_children()
     logging.shutdown()

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..wire.calls import Details, Finish, FinishReason, Logprobs, StepBatch
 from .errors import AlreadyLive, Failure
@@ -27,6 +27,7 @@ class Choice:
     __slots__ = (
         "accepted_tokens",
         "cached_tokens",
+        "completed",
         "draft_tokens",
         "embedding",
         "finish",
@@ -47,12 +48,13 @@ class Choice:
         self.token_ids: list[int] = []
         self.sent = 0
         self.fresh = False
+        self.completed = False
         self.finish: Finish | None = None
         self.cached_tokens = 0
         self.logprobs: list[Logprobs] = []
         self.logprobs_sent = 0
         self.prompt_logprobs: list[Logprobs] = []
-        self.kv_transfer: dict | None = None
+        self.kv_transfer: dict[str, Any] | None = None
         self.draft_tokens = 0
         self.accepted_tokens = 0
         self.embedding: Sequence[float] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..serving import errors
 from ..serving.engine import Capacity, Limits
-from ..wire.calls import Call, EmbedCall, ModelFacts, ServerFacts, StepBatch
+from ..wire.calls import Call, EmbedCall, InvalidCall, ModelFacts, ServerFacts, StepBatch
 from . import facts, sampling
 from .outputs import Live, OutputReader
 
@@ -43,8 +43,14 @@ class VllmEngine:
     async def submit(self, call: Call, keys: Sequence[str]) -> None:
         self._check_admission(len(keys))
         tasks = await self.llm.get_supported_tasks()
-        params = sampling.sampling_params(call)
-        request = self._request(call.request_id, call.token_ids, params, tasks, call.trace_headers)
+        try:
+            params = sampling.sampling_params(call)
+            request = self._request(call.request_id, call.token_ids, params, tasks, call.trace_headers)
+        except Exception as error:
+            # Everything else was checked at the door: what vLLM refuses of a constrained call is its constraint.
+            if call.sampling.constraint is not None and isinstance(failure_of(error), errors.Invalid):
+                raise InvalidCall(call.sampling.constraint.kind.value, str(error)) from error
+            raise
         request.data_parallel_rank = call.data_parallel_rank
         if call.sampling.constrain_from_first_token:
             request.reasoning_ended = True
@@ -158,10 +164,16 @@ class VllmEngine:
         )
 
     async def start_profile(self) -> None:
+        self._need_profiler()
         await self.llm.start_profile()
 
     async def stop_profile(self) -> None:
+        self._need_profiler()
         await self.llm.stop_profile()
+
+    def _need_profiler(self) -> None:
+        if getattr(self.config.profiler_config, "profiler", None) is None:
+            raise errors.Precondition("the profiler is off; start vLLM with --profiler-config")
 
     async def paused(self) -> bool:
         return bool(await self.llm.is_paused())

@@ -6,8 +6,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NoReturn
 
 from ..hooks import plugins
 from ..hooks.settings import ConfigurationError, Settings, resolve
@@ -71,7 +71,7 @@ async def serve_grpc(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
         raise SystemExit(code)
 
 
-def end_start(lines: Any) -> Any:
+def end_start(lines: Iterable[str]) -> NoReturn:
     """End the start for a configuration that cannot work: a line each, exit code 2."""
     for line in lines:
         print(f"smg-grpc-servicer: error: {line}", file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ class Live:
 
                 self.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer=tokenizer, request=request)
         self.plain = self.detokenizer is None and self.logprobs is None and self.prompt_logprobs is None
-        self.stats = None
+        self.stats: Any = None
         if log_stats:
             from vllm.v1.metrics.stats import RequestStateStats
 

@@ -26,7 +26,6 @@ from smg_grpc_servicer.wire.contracts.vllm import VllmContract
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fake_engine import FakeEngine
 
-
 STEP_SECS = 0.0015
 
 

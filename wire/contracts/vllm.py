@@ -279,7 +279,7 @@ class VllmContract:
 
     def load_rank(self, request: pb.GetLoadsRequest) -> int | None:
         """The data-parallel rank that a GetLoadsRequest asks for, None for all."""
-        return _optional(request, "dp_rank")
+        return request.dp_rank if request.HasField("dp_rank") else None
 
     def profile_options(self, request: common.StartProfileRequest) -> list[str]:
         """The options that a StartProfileRequest sets."""

@@ -1,0 +1,1 @@
+"""Tests against real engines, in processes of their own."""
