@@ -91,10 +91,11 @@ def smg_interceptors(engine: str, args: argparse.Namespace) -> Sequence[Any] | N
 def smg_admit(engine: str, call: Any, peer: str) -> Any:
     """Inspect, alter or refuse a call before the engine sees it.
 
-    Called in the server on its event loop, once a call, after our own checks: return a `Call` to go on with, or None
-    for no objection. Every plugin is asked, each with the call as the one before it left it (`plugins.admit`); hook
-    wrappers are not. Must not block. Raising refuses the call: ValueError is INVALID_ARGUMENT, PermissionError is
-    PERMISSION_DENIED, anything else INTERNAL, each with the exception's text.
+    Called in the server on its event loop, once a call, before our own checks, which see the call as the last plugin
+    leaves it: return a `Call` to go on with, or None for no objection. Every plugin is asked, each with the call as
+    the one before it left it (`plugins.admit`); hook wrappers are not. Must not block. Raising refuses the call:
+    ValueError is INVALID_ARGUMENT, PermissionError is PERMISSION_DENIED, anything else INTERNAL, each with the
+    exception's text.
     """
 
 

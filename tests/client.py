@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import uuid
@@ -59,6 +60,12 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.channel.close()
+
+    @functools.cached_property
+    def long(self) -> int:
+        """The most tokens that a call on PROMPT can ask for: one that runs until somebody ends it."""
+        info = self.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=TIMEOUT)
+        return int(info.max_context_length) - len(PROMPT)
 
     def generate(self, *args: Any, timeout: float = TIMEOUT, **fields: Any) -> list[pb.GenerateResponse]:
         """Every message of a call."""

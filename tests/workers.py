@@ -84,7 +84,9 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 env=self.environment,
                 cwd=self.log.parent,
-                start_new_session=True,
+                # A group, not a session: Linux schedules sessions against each other (autogroup), and two
+                # cores that an engine spins on then starve its clients for seconds.
+                preexec_fn=os.setpgrp,
             )
 
     def output(self) -> str:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -36,6 +37,26 @@ _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 @dataclass(frozen=True)
+class Tls:
+    """PEM files of a server; with a CA the client's certificate is required and checked."""
+
+    certificate: str
+    key: str
+    client_ca: str | None = None
+
+    def credentials(self) -> Any:
+        """Server credentials; ConfigurationError names a file that cannot be read."""
+        try:
+            key, certificate = Path(self.key).read_bytes(), Path(self.certificate).read_bytes()
+            ca = Path(self.client_ca).read_bytes() if self.client_ca else None
+        except OSError as error:
+            raise ConfigurationError([f"--ssl-certfile/--ssl-keyfile/--ssl-ca-certs: {error}"]) from error
+        return grpc.ssl_server_credentials(
+            [(key, certificate)], root_certificates=ca, require_client_auth=ca is not None
+        )
+
+
+@dataclass(frozen=True)
 class Worker:
     """What to serve and how.
 
@@ -48,6 +69,7 @@ class Worker:
     port: int
     load: Callable[[], Any]
     connect: Callable[[Any], Awaitable[Engine]]
+    tls: Tls | None = None
     drain_secs: float = 5.0
     max_message_bytes: int = -1
     interceptors: Sequence[Any] = ()
@@ -70,15 +92,15 @@ def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     ]
 
 
-def bind(server: Any, host: str, port: int) -> str:
+def bind(server: Any, host: str, port: int, tls: Tls | None = None) -> str:
     """Bind and return the address; ConfigurationError names one that is taken or not ours."""
     address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    credentials = tls.credentials() if tls is not None else None
     try:
-        bound = server.add_insecure_port(address)
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigurationError(
-            [f"--host/--port: cannot listen on {address}: in use, or not this machine's"]
-        ) from error
+        problem = f"--host/--port: cannot listen on {address}: in use, or not this machine's"
+        raise ConfigurationError([problem]) from error
     return address if port else f"{address.rsplit(':', 1)[0]}:{bound}"
 
 
@@ -135,7 +157,7 @@ class _Life:
         reflection.enable_server_reflection(
             (worker.contract.service, _HEALTH_SERVICE, reflection.SERVICE_NAME), self.server
         )
-        address = bind(self.server, worker.host, worker.port)
+        address = bind(self.server, worker.host, worker.port, worker.tls)
         await self.server.start()
         logger.info("listening on %s, not serving until the engine is ready", address)
         return address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
@@ -15,6 +16,8 @@ from ..serving.engine import Capacity, Limits
 from ..wire.calls import Call, EmbedCall, InvalidCall, ModelFacts, ServerFacts, StepBatch
 from . import facts, sampling
 from .outputs import Live, OutputReader
+
+logger = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -91,6 +94,8 @@ class VllmEngine:
     async def _add(self, key: str, request: Any) -> None:
         request.request_id = key
         self._live[key] = Live(request, self.llm.renderer.tokenizer, self.llm.log_stats)
+        if self.llm.log_requests:
+            logger.info("request %r is %s in the engine", request.external_req_id, key)
         try:
             await self.core.add_request_async(request)
         except BaseException:

@@ -12,7 +12,7 @@ from typing import Any
 from ..hooks import plugins
 from ..hooks.settings import ConfigurationError, resolve
 from ..serving.engine import Engine
-from ..serving.server import Worker, run
+from ..serving.server import Tls, Worker, run
 from ..wire.contracts.vllm import VllmContract
 from .adapter import VllmEngine
 from .engine import NAME
@@ -26,6 +26,7 @@ async def serve_python(args: argparse.Namespace) -> int:
     use_engine_logging()
     try:
         settings = resolve(SETTINGS, args, os.environ)
+        tls = tls_of(args)
         hook = plugins.plugin_manager().hook
         interceptors = [item for found in hook.smg_interceptors(engine=NAME, args=args) for item in found or ()]
     except ConfigurationError as error:
@@ -37,6 +38,7 @@ async def serve_python(args: argparse.Namespace) -> int:
         contract=VllmContract(),
         host=args.host or "0.0.0.0",
         port=args.port,
+        tls=tls,
         load=partial(load, args),
         connect=connect,
         drain_secs=settings["drain_secs"],
@@ -47,6 +49,18 @@ async def serve_python(args: argparse.Namespace) -> int:
         periodic=() if args.disable_log_stats else (log_stats,),
     )
     return await run(worker)
+
+
+def tls_of(args: argparse.Namespace) -> Tls | None:
+    """The TLS files of `vllm serve`'s own flags; the gRPC launcher's parser has none."""
+    certificate, key = getattr(args, "ssl_certfile", None), getattr(args, "ssl_keyfile", None)
+    if getattr(args, "api_key", None):
+        logger.warning("--api-key is not enforced on the gRPC port: keep the port private to the router")
+    if not certificate and not key:
+        return None
+    if not certificate or not key:
+        raise ConfigurationError(["--ssl-certfile and --ssl-keyfile: one is missing; TLS needs both"])
+    return Tls(certificate, key, getattr(args, "ssl_ca_certs", None))
 
 
 def load(args: argparse.Namespace) -> Any:

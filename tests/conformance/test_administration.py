@@ -79,7 +79,7 @@ def test_server_facts_are_complete(client: Client):
 
 def test_active_requests_are_counted(client: Client):
     before = client.active()
-    call = client.stub.Generate(generate_request(stream=True, max_tokens=400), timeout=TIMEOUT)
+    call = client.stub.Generate(generate_request(stream=True, max_tokens=client.long), timeout=TIMEOUT)
     next(call)
     assert client.active() == before + 1
     call.cancel()
@@ -102,7 +102,7 @@ def test_loads_name_every_rank_and_can_be_asked_for_one(client: Client):
 
 
 def test_a_running_call_shows_in_the_loads(client: Client):
-    call = client.stub.Generate(generate_request(stream=True, max_tokens=400), timeout=TIMEOUT)
+    call = client.stub.Generate(generate_request(stream=True, max_tokens=client.long), timeout=TIMEOUT)
     for _ in range(3):
         next(call)
     load = client.stub.GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT).loads[0]

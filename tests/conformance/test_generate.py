@@ -130,21 +130,21 @@ def test_a_live_id_is_refused_and_the_first_run_untouched(client: Client):
 
 def test_an_abort_ends_exactly_the_named_call_with_what_it_has(client: Client):
     name = new_id()
-    other = client.stub.Generate(request(f"{name}-other", stream=True, max_tokens=200), timeout=60)
-    call = client.stub.Generate(request(name, stream=True, max_tokens=400, n=1), timeout=60)
+    other = client.stub.Generate(request(f"{name}-other", stream=True, max_tokens=300), timeout=60)
+    call = client.stub.Generate(request(name, stream=True, max_tokens=client.long, n=1), timeout=60)
     messages = [next(call)]
     client.abort(name, "nobody")
     messages += call
     (complete,) = completes(messages)
     assert complete.finish_reason == "abort"
-    assert complete.completion_tokens < 400
+    assert complete.completion_tokens < client.long
     assert [t for part in chunks(messages) for t in part.token_ids] == list(complete.output_ids)
     assert completes(list(other))[0].finish_reason == "length"
 
 
 def test_an_abort_ends_every_choice(client: Client):
     name = new_id()
-    call = client.stub.Generate(request(name, stream=True, max_tokens=400, n=3, temperature=1.0), timeout=60)
+    call = client.stub.Generate(request(name, stream=True, max_tokens=client.long, n=3, temperature=1.0), timeout=60)
     messages = [next(call)]
     client.abort(name)
     messages += call
@@ -161,7 +161,7 @@ def test_an_abort_of_an_id_that_only_begins_like_a_live_one_does_nothing(client:
 
 
 def test_a_client_that_cancels_leaves_nothing_behind(client: Client):
-    call = client.stub.Generate(request(stream=True, max_tokens=400), timeout=60)
+    call = client.stub.Generate(request(stream=True, max_tokens=client.long), timeout=60)
     next(call)
     call.cancel()
     client.check_empty()
@@ -169,6 +169,6 @@ def test_a_client_that_cancels_leaves_nothing_behind(client: Client):
 
 def test_a_deadline_ends_the_call_in_the_engine_too(client: Client):
     with pytest.raises(grpc.RpcError) as error:
-        list(client.stub.Generate(request(max_tokens=450), timeout=0.05))
+        list(client.stub.Generate(request(max_tokens=client.long), timeout=0.05))
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     client.check_empty()
