@@ -104,10 +104,14 @@ def root() -> Path:
 
 
 class Environment:
-    """One virtual environment and the steps that fill it."""
+    """One virtual environment and the steps that fill it.
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    Its commands share `lock`, a file descriptor: where the builder is killed, the next one waits for
+    a pip that it left behind.
+    """
+
+    def __init__(self, spec: Spec, lock: int | None = None) -> None:
+        self.spec, self.lock = spec, lock
         self.path = root() / spec.folder
         self.python = self.path / "bin" / "python"
         self.state_file = self.path / ".smg-state.json"
@@ -121,6 +125,7 @@ class Environment:
             [str(python or self.python), "-I", *command],
             stdout=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
+            pass_fds=() if self.lock is None else (self.lock,),
             text=True,
             check=False,
         )
@@ -251,8 +256,8 @@ def install_checkout(environment: Environment) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One builder of an environment at a time, across processes."""
+def locked(path: Path) -> Iterator[int]:
+    """One builder of an environment at a time, across processes; gives the descriptor that holds the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:
@@ -260,14 +265,14 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"{path.stem}: waiting for another builder", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
 def ensure(text: str) -> Path:
     """The python of the environment for ``[upstream-]ENGINE[==VERSION]``, built when it is missing or stale."""
     spec = parse(text)
-    environment = Environment(spec)
-    with locked(root() / f"{spec.folder}.lock"):
+    with locked(root() / f"{spec.folder}.lock") as lock:
+        environment = Environment(spec, lock)
         wanted = recipe_fingerprint(spec)
         if environment.state().get("built") != wanted or not environment.python.exists():
             environment.create()

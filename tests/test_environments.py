@@ -230,6 +230,15 @@ def test_concurrent_calls_build_once(folder, checkout, monkeypatch, capfd):
     assert "mlx-0.31.3: waiting for another builder" in capfd.readouterr().err
 
 
+def test_the_next_builder_waits_for_what_a_killed_one_left_running(folder, checkout, monkeypatch, capfd):
+    python_that("sleep 0.3 >/dev/null 2>&1 &", monkeypatch)
+    recipe(monkeypatch, lambda environment, version: environment.pip("something"))
+    ensure("upstream-mlx")
+    assert "waiting" not in capfd.readouterr().err
+    ensure("upstream-mlx")
+    assert "upstream-mlx-0.31.3: waiting for another builder" in capfd.readouterr().err
+
+
 def test_a_damaged_state_means_a_new_build(folder):
     environment = Environment(parse("vllm"))
     environment.create()

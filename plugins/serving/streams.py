@@ -86,7 +86,6 @@ class Stream:
         "choices",
         "failure",
         "fresh",
-        "started",
         "streaming",
         "unfinished",
         "waiter",
@@ -100,7 +99,6 @@ class Stream:
         self.fresh: list[Choice] = []
         self.waiter: asyncio.Future[None] | None = None
         self.failure: Failure | None = None
-        self.started = False
         self._new_future = asyncio.get_running_loop().create_future
 
     @property
@@ -190,7 +188,6 @@ class StreamTable:
             choice.token_ids += step.token_ids
             stream = choice.stream
             if step.details is not None:
-                stream.started = True
                 choice.note(step.details)
                 if choice.finish is not None:
                     stream.unfinished -= 1
@@ -236,7 +233,7 @@ class StreamTable:
 
     def not_started(self) -> list[Stream]:
         """Calls that the engine has answered nothing for, oldest first."""
-        return [stream for stream in self._by_id.values() if not stream.started]
+        return [s for s in self._by_id.values() if not any(choice.token_ids for choice in s.choices)]
 
     async def idle(self) -> None:
         """Return once no call is live."""

@@ -1,0 +1,378 @@
+"""A real worker's life: its start, its health, its drain, its end, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from client import TIMEOUT, Client, completes, request
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from workers import START_SECS, VLLM_ENVIRONMENT, VllmWorker, alive, descendants
+
+pytestmark = pytest.mark.engine
+
+SERVICE = "vllm.grpc.engine.VllmEngine"
+DRAIN = "SMG_VLLM_SERVICER_DRAIN_SECS"
+LONG = 1900  # tokens: many seconds for 32 streams, some for one
+LISTEN_SECS = 120  # the imports before a worker listens, on a busy machine
+ORPHAN_SECS = 3  # for children that end because their parent did
+CLOSE_SECS = 15  # our bound on the engine's own shutdown, and a margin
+
+Status = health_pb2.HealthCheckResponse
+
+
+class Pool:
+    """One worker at a time; a test that leaves it serving lends it to the next."""
+
+    def __init__(self, new: Callable[..., VllmWorker]) -> None:
+        self.new = new
+        self.worker: VllmWorker | None = None
+        self.drain: str | None = None
+
+    def starting(self, drain: str | None = None) -> VllmWorker:
+        """A worker whose process has just been started."""
+        self.end()
+        self.worker, self.drain = self.new(environment={DRAIN: drain} if drain else {}), drain
+        self.worker.start()
+        return self.worker
+
+    def serving(self, drain: str | None = None) -> VllmWorker:
+        """A worker that serves, with this drain time."""
+        worker = self.worker
+        if worker is None or not worker.running() or drain != self.drain:
+            worker = self.starting(drain)
+            worker.wait_serving()
+        return worker
+
+    def end(self) -> None:
+        if self.worker is not None:
+            self.worker.stop()
+        self.worker = None
+
+
+@pytest.fixture(scope="module")
+def new_worker(vllm_python, tiny, tmp_path_factory) -> Callable[..., VllmWorker]:
+    folder = tmp_path_factory.mktemp("lifecycle")
+
+    def new(*arguments: str, model: Path | None = None, **options: Any) -> VllmWorker:
+        log = folder / f"{len(list(folder.iterdir()))}.log"
+        return VllmWorker(vllm_python, model or tiny("qwen3"), log, *arguments, **options)
+
+    return new
+
+
+@pytest.fixture(scope="module")
+def pool(new_worker) -> Iterator[Pool]:
+    pool = Pool(new_worker)
+    yield pool
+    pool.end()
+
+
+class Streams:
+    """Streamed calls that run in threads, once all of them have their first token."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        self.first = threading.Semaphore(0)
+        self.client = client
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(count))
+            self.calls = [pool.submit(self._read, number) for number in range(count)]
+            self.stack = stack.pop_all()
+        for _ in range(count):
+            assert self.first.acquire(timeout=TIMEOUT)
+
+    def _read(self, number: int) -> tuple[str, list[Any]]:
+        messages: list[Any] = []
+        asked = request(prompt=[number + 5, 7], max_tokens=LONG, stream=True)
+        try:
+            for message in self.client.stub.Generate(asked, timeout=2 * TIMEOUT):
+                if not messages:
+                    self.first.release()
+                messages.append(message)
+        except grpc.RpcError as error:
+            return error.code().name, messages
+        return "OK", messages
+
+    def ends(self, timeout: float) -> list[tuple[str, list[Any]]]:
+        """Status and messages of every call."""
+        deadline = time.monotonic() + timeout
+        results = [call.result(max(0.0, deadline - time.monotonic())) for call in self.calls]
+        self.stack.close()
+        return results
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def title(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return ""
+
+
+def group(pid: int) -> list[int]:
+    """The living processes of a worker: those that it started are in its process group."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(folder.name)) == pid and alive(int(folder.name)):
+                members.append(int(folder.name))
+    return members
+
+
+def check_ended(worker: VllmWorker, code: int, seconds: float) -> None:
+    """The process ends with `code` in time, and nothing that it started outlives it for long."""
+    try:
+        assert worker.wait(seconds) == code, worker.output()[-3000:]
+    except subprocess.TimeoutExpired:
+        worker.fail(f"still running after {seconds} s")
+    deadline = time.monotonic() + ORPHAN_SECS
+    while left := {pid: title(pid) for pid in group(worker.pid)}:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+def refused(client: Client) -> tuple[str, str]:
+    return client.refused(max_tokens=1)
+
+
+# Start
+
+
+def test_health_is_answered_before_the_engine_is_ready_and_told_when_it_is(pool):
+    worker = pool.starting()
+    with (
+        grpc.insecure_channel(worker.address, [("grpc.max_reconnect_backoff_ms", 200)]) as channel,
+        Client(worker.address) as client,
+    ):
+        grpc.channel_ready_future(channel).result(LISTEN_SECS)
+        health = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", SERVICE)]
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="nobody"))
+        assert [next(watch).status for watch in watches] == [Status.NOT_SERVING] * 2
+        assert next(unknown).status == Status.SERVICE_UNKNOWN
+        for name in ("", SERVICE):
+            assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == Status.NOT_SERVING
+        with pytest.raises(grpc.RpcError) as error:
+            health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        assert refused(client) == ("UNAVAILABLE", "the engine is starting")
+        assert "serving vllm.grpc" not in worker.output()
+
+        watchdog = threading.Timer(START_SECS, channel.close)
+        watchdog.start()
+        assert [next(watch).status for watch in watches] == [Status.SERVING] * 2
+        watchdog.cancel()
+        listed = health.List(health_pb2.HealthListRequest()).statuses
+        assert {name: one.status for name, one in listed.items()} == {"": Status.SERVING, SERVICE: Status.SERVING}
+        assert client.complete(max_tokens=3).completion_tokens == 3
+        assert unknown.is_active()
+        assert all(watch.is_active() for watch in watches)
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert set(services) >= {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+def test_a_taken_port_ends_the_start_before_the_model_loads(pool, new_worker):
+    first = pool.serving()
+    second = new_worker(port=first.port)
+    second.start()
+    try:
+        assert second.wait(LISTEN_SECS) == 2
+    finally:
+        second.stop()
+    (line,) = [line for line in second.output().splitlines() if first.address in line]
+    assert "ERROR" in line
+    assert "--port" in line
+    assert "Resolved architecture" not in second.output()
+    assert first.status() == Status.SERVING
+
+
+def test_a_model_that_does_not_load_ends_the_worker_with_one_error(new_worker, tmp_path, tiny):
+    (tmp_path / "config.json").write_text((tiny("qwen3") / "config.json").read_text()[:-20])
+    worker = new_worker(model=tmp_path)
+    worker.start()
+    try:
+        check_ended(worker, code=1, seconds=LISTEN_SECS)
+    finally:
+        worker.stop()
+    errors = [line for line in worker.output().splitlines() if "did not start" in line]
+    assert len(errors) == 1, worker.output()[-3000:]
+    assert "ERROR" in errors[0]
+    assert "config.json" in errors[0]
+
+
+def core_pids(worker: VllmWorker) -> list[int]:
+    return [pid for pid in descendants(worker.pid) if title(pid).startswith("VLLM::EngineCore")]
+
+
+LOADING = {
+    "as soon as it listens": lambda worker: worker.status() == Status.NOT_SERVING,
+    "while the engine core starts": core_pids,
+    "while the model loads": lambda worker: "Starting to load model" in worker.output(),
+}
+
+
+@pytest.mark.parametrize("moment", LOADING)
+def test_a_signal_during_the_load_ends_the_worker_and_what_it_started(new_worker, moment):
+    worker = new_worker()
+    worker.start()
+    try:
+        wait_until(lambda: LOADING[moment](worker), START_SECS, f"{moment}: never came")
+        worker.signal(signal.SIGTERM)
+        check_ended(worker, code=0, seconds=6)
+    finally:
+        worker.stop()
+
+
+# Stop
+
+
+def test_a_signal_ends_an_idle_worker_and_tells_its_watchers(pool):
+    worker = pool.serving()
+    with Client(worker.address) as client:
+        watch = client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT)
+        assert next(watch).status == Status.SERVING
+        worker.signal(signal.SIGTERM)
+        assert next(watch).status == Status.NOT_SERVING
+        assert list(watch) == []
+        check_ended(worker, code=0, seconds=CLOSE_SECS)
+
+
+def test_a_drain_lets_a_running_stream_finish_and_refuses_new_calls(pool):
+    worker = pool.serving(drain="30")
+    with Client(worker.address) as client:
+        streams = Streams(client, 1)
+        worker.signal(signal.SIGTERM)
+        wait_until(lambda: worker.status() == Status.NOT_SERVING, 2, "still serving")
+        assert refused(client) == ("UNAVAILABLE", "the worker is shutting down")
+        assert not streams.calls[0].done()
+        ((status, messages),) = streams.ends(TIMEOUT)
+        ended = time.monotonic()
+        check_ended(worker, code=0, seconds=CLOSE_SECS)
+        assert time.monotonic() - ended < CLOSE_SECS
+    assert status == "OK"
+    (complete,) = completes(messages)
+    assert (complete.finish_reason, complete.completion_tokens) == ("length", LONG)
+
+
+def test_streams_that_outlast_the_drain_end_as_unavailable(pool):
+    worker = pool.serving(drain="0.5")
+    with Client(worker.address) as client:
+        streams = Streams(client, 32)
+        worker.signal(signal.SIGTERM)
+        ends = streams.ends(10)
+        check_ended(worker, code=0, seconds=CLOSE_SECS)
+    assert [status for status, _ in ends] == ["UNAVAILABLE"] * 32
+    assert not any(completes(messages) for _, messages in ends)
+
+
+def test_a_second_signal_ends_a_drain_now(pool):
+    worker = pool.serving(drain="30")
+    with Client(worker.address) as client:
+        streams = Streams(client, 32)
+        worker.signal(signal.SIGTERM)
+        wait_until(lambda: worker.status() == Status.NOT_SERVING, 2, "still serving")
+        assert not any(call.done() for call in streams.calls)
+        worker.signal(signal.SIGTERM)
+        check_ended(worker, code=0, seconds=4)
+        assert {status for status, _ in streams.ends(5)} == {"UNAVAILABLE"}
+
+
+def test_the_engine_cores_death_ends_every_stream_and_the_worker(pool):
+    worker = pool.serving()
+    (core,) = core_pids(worker)
+    with Client(worker.address) as client:
+        watch = client.health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
+        assert next(watch).status == Status.SERVING
+        streams = Streams(client, 8)
+        os.kill(core, signal.SIGKILL)
+        assert {status for status, _ in streams.ends(5)} == {"UNAVAILABLE"}
+        assert next(watch).status == Status.NOT_SERVING
+        check_ended(worker, code=1, seconds=5)
+
+
+# Command line
+
+REFUSED = {
+    "variables": (
+        ("serve", "MODEL", "--grpc"),
+        {DRAIN: "abc", "SMG_GRPC_MAX_MESSAGE_BYTES": "-5"},
+        [f"{DRAIN}: 'abc' .*number of seconds", "SMG_GRPC_MAX_MESSAGE_BYTES: '-5' .*number of bytes"],
+    ),
+    "flag": (
+        ("serve", "MODEL", "--grpc", "--servicer-impl", "foo"),
+        {},
+        [r"--servicer-impl \(SMG_VLLM_SERVICER_IMPL\): 'foo' .*python or rust"],
+    ),
+    "missing implementation": (
+        ("serve", "MODEL", "--grpc"),
+        {"SMG_VLLM_SERVICER_IMPL": "rust"},
+        [r"--servicer-impl \(SMG_VLLM_SERVICER_IMPL\): 'rust' .*python"],
+    ),
+}
+
+
+def vllm(python: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run vLLM's command line to its end."""
+    return subprocess.run(
+        [str(python), "-m", *arguments],
+        env=os.environ | VLLM_ENVIRONMENT | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LISTEN_SECS,
+        check=False,
+    )
+
+
+HELP = {
+    "serve": (("vllm.entrypoints.cli.main", "serve", "--help=all"), "--servicer-impl .*python or rust"),
+    "launcher": (("vllm.entrypoints.grpc_server", "--help"), "--servicer-impl "),
+}
+
+
+@pytest.fixture(scope="module")
+def command_lines(vllm_python, tiny) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
+    """What each command line above came to; they run two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        running = {name: pool.submit(vllm, vllm_python, arguments, {}) for name, (arguments, _) in HELP.items()}
+        for case, (arguments, environment, _) in REFUSED.items():
+            command = [str(tiny("qwen3")) if argument == "MODEL" else argument for argument in arguments]
+            running[case] = pool.submit(vllm, vllm_python, ("vllm.entrypoints.cli.main", *command), environment)
+        yield lambda name: running[name].result(2 * LISTEN_SECS)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_is_not_accepted_ends_the_start_with_a_line_each(command_lines, case):
+    done, patterns = command_lines(case), REFUSED[case][2]
+    assert done.returncode == 2, done.stdout
+    lines = [line for line in done.stdout.splitlines() if "SMG_" in line]
+    assert len(lines) == len(patterns), done.stdout
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.search(pattern, line)
+    assert "listening on" not in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_the_help_names_our_flag(command_lines, command):
+    done = command_lines(command)
+    assert done.returncode == 0, done.stdout
+    assert re.search(HELP[command][1], " ".join(done.stdout.split()))
