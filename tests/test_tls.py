@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import grpc
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from smg_grpc_servicer.hooks.settings import ConfigurationError
@@ -15,13 +14,14 @@ from smg_grpc_servicer.serving.server import Tls, bind
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
+    """A certificate and its key, and the authority that signed it, as PEM files."""
     folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost "
-        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    )
-    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-    return folder / "cert.pem", folder / "key.pem"
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    certificate.private_key_pem.write_to_path(folder / "key.pem")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    return folder
 
 
 async def check(tls: Tls, credentials) -> int:
@@ -37,20 +37,23 @@ async def check(tls: Tls, credentials) -> int:
         await server.stop(0)
 
 
+def tls(folder, ca: bool = False) -> Tls:
+    return Tls(str(folder / "cert.pem"), str(folder / "key.pem"), str(folder / "ca.pem") if ca else None)
+
+
 async def test_the_certificate_is_served(pair):
-    certificate, key = pair
-    credentials = grpc.ssl_channel_credentials(certificate.read_bytes())
-    assert await check(Tls(str(certificate), str(key)), credentials) == health_pb2.HealthCheckResponse.NOT_SERVING
+    credentials = grpc.ssl_channel_credentials((pair / "ca.pem").read_bytes())
+    assert await check(tls(pair), credentials) == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_with_a_ca_a_client_without_a_certificate_is_rejected(pair):
-    certificate, key = pair
-    tls = Tls(str(certificate), str(key), str(certificate))
+    authority = (pair / "ca.pem").read_bytes()
     with pytest.raises(grpc.RpcError) as error:
-        await check(tls, grpc.ssl_channel_credentials(certificate.read_bytes()))
+        await check(tls(pair, ca=True), grpc.ssl_channel_credentials(authority))
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    known = grpc.ssl_channel_credentials(certificate.read_bytes(), key.read_bytes(), certificate.read_bytes())
-    assert await check(tls, known) == health_pb2.HealthCheckResponse.NOT_SERVING
+    own = (pair / "key.pem").read_bytes(), (pair / "cert.pem").read_bytes()
+    known = grpc.ssl_channel_credentials(authority, *own)
+    assert await check(tls(pair, ca=True), known) == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_a_file_that_is_not_there_is_a_configuration_error():
