@@ -30,7 +30,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,  # not a session of its own: the scheduler would split the CPU between us
             )
 
     def __enter__(self) -> Child:

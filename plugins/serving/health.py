@@ -74,11 +74,13 @@ class Health(health_pb2_grpc.HealthServicer):
         """The status of a service, at once and after every change; SERVICE_UNKNOWN stays open."""
         known = request.service in self._services
         last = None
-        while not self._closed:
+        while True:
             changed = self._changed
             status = self._status() if known else _Status.SERVICE_UNKNOWN
             if status != last:
                 await context.write(_Status(status=status))
                 last = status
-            if changed is self._changed:
+            elif self._closed:
+                return
+            if changed is self._changed and not self._closed:
                 await changed.wait()

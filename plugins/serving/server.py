@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
-import multiprocessing
-import os
 import signal
-import sys
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,6 +22,7 @@ from .core import Admit, Finished
 from .engine import Engine
 from .errors import Unavailable
 from .health import Health, State
+from .processes import calm_poller, end_children, in_thread, leave_now
 from .servicer import Servicer
 
 logger = logging.getLogger(__name__)
@@ -159,12 +155,13 @@ class _Life:
         )
         address = bind(self.server, worker.host, worker.port, worker.tls)
         await self.server.start()
+        calm_poller()
         logger.info("listening on %s, not serving until the engine is ready", address)
         return address
 
     async def _load(self) -> Engine | None:
         """The engine, or None when a signal or a failure came first."""
-        loading = _in_thread(self.worker.load)
+        loading = in_thread(self.worker.load)
         await self._first(loading, self.stop.wait())
         if not loading.done():
             return None
@@ -172,8 +169,9 @@ class _Life:
             return await self.worker.connect(loading.result())
         except ConfigurationError:
             raise
-        except Exception:
-            logger.exception("the engine did not start")
+        except Exception as error:
+            logger.error("the engine did not start: %s: %s", type(error).__name__, error)
+            logger.debug("where it failed", exc_info=error)
             return None
 
     async def _never_served(self) -> int:
@@ -197,7 +195,7 @@ class _Life:
         self.health.close()
         await self.server.stop(_FLUSH_SECS)
         await self.servicer.close()
-        closing = _in_thread(engine.close)
+        closing = in_thread(engine.close)
         done, _ = await asyncio.wait([closing], timeout=seconds)
         if not done:
             logger.warning("the engine did not close within %g s: ending its processes", seconds)
@@ -233,46 +231,3 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.remove_signal_handler(number)
-
-
-def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Run a blocking function in a thread that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            setter(value)
-
-    def work() -> None:
-        try:
-            result, setter = function(), future.set_result
-        except BaseException as error:  # noqa: BLE001  carried to whoever awaits; SystemExit from an engine too
-            if isinstance(error, (SystemExit, KeyboardInterrupt, StopIteration)):
-                error = RuntimeError(f"{type(error).__name__}: {error}")
-            result, setter = error, future.set_exception
-        with contextlib.suppress(RuntimeError):  # the loop may be gone
-            loop.call_soon_threadsafe(functools.partial(settle, setter, result))
-
-    threading.Thread(target=work, daemon=True, name="smg-blocking").start()
-    return future
-
-
-def end_children() -> None:
-    """End this process's multiprocessing children: SIGTERM, then SIGKILL."""
-    children = multiprocessing.active_children()
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(1.0)
-        if child.is_alive():
-            child.kill()
-
-
-def leave_now(code: int) -> NoReturn:
-    """End the process and its children without waiting for anything else."""
-    end_children()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -18,6 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from smg_grpc_servicer.serving.health import Health
+from smg_grpc_servicer.serving.processes import calm_poller
 from smg_grpc_servicer.serving.server import server_options
 from smg_grpc_servicer.serving.servicer import Servicer
 from smg_grpc_servicer.wire.calls import Call, Details, Finish, FinishReason, Step, StepBatch
@@ -96,6 +97,8 @@ async def main(kind: str, port: int) -> None:
         servicer.serve(FastEngine())
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
+    if kind == "ours":
+        calm_poller()
     print("listening", flush=True)
     await server.wait_for_termination()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -16,16 +15,16 @@ from typing import Any
 
 import grpc
 import pytest
-from client import TIMEOUT, Client, completes, request
+from client import TIMEOUT, Client, completes
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from workers import START_SECS, VLLM_ENVIRONMENT, VllmWorker, alive, descendants
+from workers import START_SECS, VLLM_ENVIRONMENT, VllmWorker
+
+from .helpers import LONG, SERVICE, Streams, engine_cores, group, title, wait_until
 
 pytestmark = pytest.mark.engine
 
-SERVICE = "vllm.grpc.engine.VllmEngine"
 DRAIN = "SMG_VLLM_SERVICER_DRAIN_SECS"
-LONG = 1900  # tokens: many seconds for 32 streams, some for one
 LISTEN_SECS = 120  # the imports before a worker listens, on a busy machine
 ORPHAN_SECS = 3  # for children that end because their parent did
 CLOSE_SECS = 15  # our bound on the engine's own shutdown, and a margin
@@ -80,62 +79,6 @@ def pool(new_worker) -> Iterator[Pool]:
     pool.end()
 
 
-class Streams:
-    """Streamed calls that run in threads, once all of them have their first token."""
-
-    def __init__(self, client: Client, count: int) -> None:
-        self.first = threading.Semaphore(0)
-        self.client = client
-        with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(count))
-            self.calls = [pool.submit(self._read, number) for number in range(count)]
-            self.stack = stack.pop_all()
-        for _ in range(count):
-            assert self.first.acquire(timeout=TIMEOUT)
-
-    def _read(self, number: int) -> tuple[str, list[Any]]:
-        messages: list[Any] = []
-        asked = request(prompt=[number + 5, 7], max_tokens=LONG, stream=True)
-        try:
-            for message in self.client.stub.Generate(asked, timeout=2 * TIMEOUT):
-                if not messages:
-                    self.first.release()
-                messages.append(message)
-        except grpc.RpcError as error:
-            return error.code().name, messages
-        return "OK", messages
-
-    def ends(self, timeout: float) -> list[tuple[str, list[Any]]]:
-        """Status and messages of every call."""
-        deadline = time.monotonic() + timeout
-        results = [call.result(max(0.0, deadline - time.monotonic())) for call in self.calls]
-        self.stack.close()
-        return results
-
-
-def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def title(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    return ""
-
-
-def group(pid: int) -> list[int]:
-    """The living processes of a worker: those that it started are in its process group."""
-    members = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(folder.name)) == pid and alive(int(folder.name)):
-                members.append(int(folder.name))
-    return members
-
-
 def check_ended(worker: VllmWorker, code: int, seconds: float) -> None:
     """The process ends with `code` in time, and nothing that it started outlives it for long."""
     try:
@@ -150,9 +93,6 @@ def check_ended(worker: VllmWorker, code: int, seconds: float) -> None:
 
 def refused(client: Client) -> tuple[str, str]:
     return client.refused(max_tokens=1)
-
-
-# Start
 
 
 def test_health_is_answered_before_the_engine_is_ready_and_told_when_it_is(pool):
@@ -196,11 +136,21 @@ def test_a_taken_port_ends_the_start_before_the_model_loads(pool, new_worker):
         assert second.wait(LISTEN_SECS) == 2
     finally:
         second.stop()
-    (line,) = [line for line in second.output().splitlines() if first.address in line]
-    assert "ERROR" in line
+    (line,) = [line for line in second.output().splitlines() if " ERROR " in line]
     assert "--port" in line
+    assert first.address in line
     assert "Resolved architecture" not in second.output()
     assert first.status() == Status.SERVING
+
+
+def test_a_signal_ends_an_idle_worker_and_tells_its_watchers(pool):
+    worker = pool.serving()
+    with Client(worker.address) as client:
+        watch = client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT)
+        assert next(watch).status == Status.SERVING
+        worker.signal(signal.SIGTERM)
+        assert [told.status for told in watch] == [Status.NOT_SERVING]
+        check_ended(worker, code=0, seconds=CLOSE_SECS)
 
 
 def test_a_model_that_does_not_load_ends_the_worker_with_one_error(new_worker, tmp_path, tiny):
@@ -211,20 +161,14 @@ def test_a_model_that_does_not_load_ends_the_worker_with_one_error(new_worker, t
         check_ended(worker, code=1, seconds=LISTEN_SECS)
     finally:
         worker.stop()
-    errors = [line for line in worker.output().splitlines() if "did not start" in line]
-    assert len(errors) == 1, worker.output()[-3000:]
-    assert "ERROR" in errors[0]
-    assert "config.json" in errors[0]
-
-
-def core_pids(worker: VllmWorker) -> list[int]:
-    return [pid for pid in descendants(worker.pid) if title(pid).startswith("VLLM::EngineCore")]
+    (line,) = [line for line in worker.output().splitlines() if "the engine did not start" in line]
+    assert " ERROR " in line
+    assert "config.json" in line
 
 
 LOADING = {
     "as soon as it listens": lambda worker: worker.status() == Status.NOT_SERVING,
-    "while the engine core starts": core_pids,
-    "while the model loads": lambda worker: "Starting to load model" in worker.output(),
+    "while the engine core starts": engine_cores,
 }
 
 
@@ -240,32 +184,16 @@ def test_a_signal_during_the_load_ends_the_worker_and_what_it_started(new_worker
         worker.stop()
 
 
-# Stop
-
-
-def test_a_signal_ends_an_idle_worker_and_tells_its_watchers(pool):
-    worker = pool.serving()
-    with Client(worker.address) as client:
-        watch = client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT)
-        assert next(watch).status == Status.SERVING
-        worker.signal(signal.SIGTERM)
-        assert next(watch).status == Status.NOT_SERVING
-        assert list(watch) == []
-        check_ended(worker, code=0, seconds=CLOSE_SECS)
-
-
 def test_a_drain_lets_a_running_stream_finish_and_refuses_new_calls(pool):
     worker = pool.serving(drain="30")
     with Client(worker.address) as client:
         streams = Streams(client, 1)
         worker.signal(signal.SIGTERM)
-        wait_until(lambda: worker.status() == Status.NOT_SERVING, 2, "still serving")
+        wait_until(lambda: worker.status() == Status.NOT_SERVING, 5, "still serving")
         assert refused(client) == ("UNAVAILABLE", "the worker is shutting down")
         assert not streams.calls[0].done()
         ((status, messages),) = streams.ends(TIMEOUT)
-        ended = time.monotonic()
         check_ended(worker, code=0, seconds=CLOSE_SECS)
-        assert time.monotonic() - ended < CLOSE_SECS
     assert status == "OK"
     (complete,) = completes(messages)
     assert (complete.finish_reason, complete.completion_tokens) == ("length", LONG)
@@ -287,7 +215,7 @@ def test_a_second_signal_ends_a_drain_now(pool):
     with Client(worker.address) as client:
         streams = Streams(client, 32)
         worker.signal(signal.SIGTERM)
-        wait_until(lambda: worker.status() == Status.NOT_SERVING, 2, "still serving")
+        wait_until(lambda: worker.status() == Status.NOT_SERVING, 5, "still serving")
         assert not any(call.done() for call in streams.calls)
         worker.signal(signal.SIGTERM)
         check_ended(worker, code=0, seconds=4)
@@ -296,14 +224,14 @@ def test_a_second_signal_ends_a_drain_now(pool):
 
 def test_the_engine_cores_death_ends_every_stream_and_the_worker(pool):
     worker = pool.serving()
-    (core,) = core_pids(worker)
+    (core,) = engine_cores(worker)
     with Client(worker.address) as client:
         watch = client.health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
         assert next(watch).status == Status.SERVING
         streams = Streams(client, 8)
         os.kill(core, signal.SIGKILL)
         assert {status for status, _ in streams.ends(5)} == {"UNAVAILABLE"}
-        assert next(watch).status == Status.NOT_SERVING
+        assert [told.status for told in watch] == [Status.NOT_SERVING]
         check_ended(worker, code=1, seconds=5)
 
 

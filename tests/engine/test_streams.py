@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import pytest
 from client import TIMEOUT, Client, chunks, completes, new_id, pb, request
 from grpc_health.v1 import health_pb2
 
-pytestmark = pytest.mark.engine
+from .helpers import LONG, ending, wait_until
 
-LONG = 1900  # tokens: seconds on the tiny model, so a call is surely live when it is ended
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
@@ -41,25 +39,6 @@ def tokens(messages: Sequence[pb.GenerateResponse]) -> list[int]:
     assert streamed == list(complete.output_ids)
     assert complete.completion_tokens == len(streamed)
     return streamed
-
-
-def ending(call: Any) -> str:
-    """How a call ended: its finish reason, or its status where it failed. Reads it to the end."""
-    reason = "nothing"
-    try:
-        for message in call:
-            if message.WhichOneof("response") == "complete":
-                reason = message.complete.finish_reason
-    except grpc.RpcError as error:
-        return error.code().name
-    return reason
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def test_64_concurrent_streams_equal_the_same_prompts_one_by_one(client):
@@ -178,12 +157,13 @@ def test_a_live_duplicate_is_refused_and_the_first_run_untouched(client):
 
 
 def test_a_slow_consumer_gets_every_token_in_fewer_chunks(client, vllm_worker):
-    want = client.complete(max_tokens=LONG).output_ids
+    asked = 800
+    want = client.complete(max_tokens=asked).output_ids
     # A stream window of a few chunks, so that the consumer's pace reaches the worker.
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     with grpc.insecure_channel(vllm_worker.address, options) as channel:
         stub = client.stub.__class__(channel)
-        call = stub.Generate(request(max_tokens=LONG, stream=True), timeout=TIMEOUT)
+        call = stub.Generate(request(max_tokens=asked, stream=True), timeout=TIMEOUT)
         messages = [next(call)]
 
         def engine_done() -> bool:
@@ -194,10 +174,10 @@ def test_a_slow_consumer_gets_every_token_in_fewer_chunks(client, vllm_worker):
         assert client.active() == 1
         messages += call
     assert tokens(messages) == list(want)
-    assert len(chunks(messages)) < LONG / 2
+    assert len(chunks(messages)) < asked / 2
     counts = [chunk.completion_tokens for chunk in chunks(messages)]
     assert counts == sorted(set(counts))
-    assert counts[-1] == LONG
+    assert counts[-1] == asked
 
 
 def test_pings_of_idle_clients_are_no_abuse(client, vllm_worker):
