@@ -86,7 +86,7 @@ class FakeEngine:
         self.tokenizer: Path | None = None
         self.change = asyncio.Condition()
 
-    async def tokenize(self, text: str) -> Sequence[int]:
+    async def tokenize(self, text: str, keep: int | None) -> Sequence[int]:
         return [byte % VOCABULARY for byte in text.encode()]
 
     async def submit(self, call: Call, keys: Sequence[str]) -> None:

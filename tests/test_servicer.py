@@ -188,7 +188,7 @@ async def test_a_decode_call_cancelled_before_admission_tells_the_connector_once
     engine = FakeEngine()
     reached = asyncio.Event()
 
-    async def tokenize(text):
+    async def tokenize(text, keep):
         reached.set()
         await asyncio.Event().wait()
 
@@ -233,7 +233,7 @@ async def test_an_abort_while_the_prompt_is_tokenized_submits_nothing():
     engine = FakeEngine()
     reached, go = asyncio.Event(), asyncio.Event()
 
-    async def tokenize(text):
+    async def tokenize(text, keep):
         reached.set()
         await go.wait()
         return [1, 2, 3]

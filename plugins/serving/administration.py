@@ -11,12 +11,14 @@ from typing import Any
 from ..wire import tokenizer_bundle
 from ..wire.calls import Activity
 from .core import Core, rpc
+from .engine import Engine
 from .errors import Invalid, Precondition, TimedOut, Unsupported
 from .health import State
 
 FLUSH_SECS = 30.0
 PROFILE_SECS = 600.0
 _FLUSH_RETRY_SECS = 0.1
+_PAUSED_SECS = 1.0
 
 
 class Administration(Core):
@@ -75,11 +77,18 @@ class Administration(Core):
         engine = self.known_engine()
         activity = Activity(
             active_requests=len(self.table),
-            paused=await _within(engine.paused(), _bounded(5.0, context)) if not self.dead.is_set() else False,
+            paused=await self._paused(engine, context),
             last_received=self.load_tracker.last_received,
             uptime=time.time() - self.started,
         )
         return self.contract.server_info(engine.server_facts(), activity)
+
+    async def _paused(self, engine: Engine, context: Any) -> bool:
+        """Whether the engine is paused; one that is dead, or too busy with a step to say, is not."""
+        try:
+            return not self.dead.is_set() and await _within(engine.paused(), _bounded(_PAUSED_SECS, context))
+        except TimedOut:
+            return False
 
     @rpc
     async def GetLoads(self, request: Any, context: Any) -> Any:

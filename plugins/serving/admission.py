@@ -35,14 +35,17 @@ def check_rank(rank: int | None, limits: Limits) -> None:
         raise InvalidCall("data_parallel_rank", f"{rank} is not in [0, {limits.data_parallel_ranks - 1}]")
 
 
-def truncate(call: Call, limits: Limits, field: Callable[[str], str]) -> None:
-    """Keep the prompt's last tokens as the call asks."""
+def check_truncation(keep: int | None, limits: Limits, field: Callable[[str], str]) -> None:
+    """A prompt is cut to -1 (what the context holds) or to a number of tokens inside the context."""
+    if keep is not None and (keep == 0 or not -1 <= keep <= limits.max_context):
+        raise InvalidCall(field("truncate_prompt_tokens"), f"{keep} is not -1 or in [1, {limits.max_context}]")
+
+
+def truncate(call: Call, limits: Limits) -> None:
+    """Keep the prompt's last tokens as the call asks; -1 leaves room for the output."""
     keep = call.truncate_prompt_tokens
     if keep is None:
         return
-    name = field("truncate_prompt_tokens")
-    if keep == 0 or keep < -1 or keep > limits.max_context:
-        raise InvalidCall(name, f"{keep} is not -1 or in [1, {limits.max_context}]")
     if keep == -1:
         keep = max(1, limits.max_context - (call.sampling.max_tokens or 1))
     if len(call.token_ids) > keep:

@@ -55,8 +55,8 @@ class Engine(Protocol):
 
     limits: Limits
 
-    async def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids of a text prompt."""
+    async def tokenize(self, text: str, keep: int | None) -> Sequence[int]:
+        """Token ids of a text prompt; of a longer one at least the last `keep` (-1: the context)."""
 
     async def submit(self, call: Call, keys: Sequence[str]) -> None:
         """Hand one call to the engine, one submission per choice under `keys[index]`.

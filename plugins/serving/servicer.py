@@ -69,6 +69,7 @@ class Servicer(Administration):
         admission.check_request_id(call.request_id)
         admission.check_sampling(call.sampling, engine.limits, self.contract.field)
         admission.check_rank(call.data_parallel_rank, engine.limits)
+        admission.check_truncation(call.truncate_prompt_tokens, engine.limits, self.contract.field)
         if call.text is not None and not call.text:
             raise Invalid("text: is empty")
         return self.table.open(call, call.sampling.n, call.stream)
@@ -87,8 +88,8 @@ class Servicer(Administration):
         engine, call = self.serving(), stream.call
         assert isinstance(call, Call)
         if call.text is not None:
-            call.token_ids = await engine.tokenize(call.text)
-        admission.truncate(call, engine.limits, self.contract.field)
+            call.token_ids = await engine.tokenize(call.text, call.truncate_prompt_tokens)
+        admission.truncate(call, engine.limits)
         admission.check_prompt(call.token_ids, engine.limits)
         admission.check_length(call, engine.limits, self.contract.field)
         if stream.ended:

@@ -36,11 +36,14 @@ class VllmEngine:
 
     # Calls
 
-    async def tokenize(self, text: str) -> Sequence[int]:
+    async def tokenize(self, text: str, keep: int | None) -> Sequence[int]:
         if not self.limits.tokenizes:
             raise errors.Precondition("text: this worker runs without a tokenizer; send token ids")
         renderer = self.llm.renderer
-        (prompt,) = await renderer.tokenize_prompts_async([{"prompt": text}], renderer.default_cmpl_tok_params)
+        params = renderer.default_cmpl_tok_params
+        if keep is not None:
+            params = params.with_kwargs(truncate_prompt_tokens=keep, truncation_side="left")
+        (prompt,) = await renderer.tokenize_prompts_async([{"prompt": text}], params)
         return list(prompt["prompt_token_ids"])
 
     async def submit(self, call: Call, keys: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ import os
 from functools import partial
 from typing import Any
 
-from ..hooks import plugins
 from ..hooks.settings import ConfigurationError, resolve
+from ..serving import extensions
 from ..serving.engine import Engine
 from ..serving.server import Tls, Worker, run
 from ..wire.contracts.vllm import VllmContract
@@ -27,8 +27,6 @@ async def serve_python(args: argparse.Namespace) -> int:
     try:
         settings = resolve(SETTINGS, args, os.environ)
         tls = tls_of(args)
-        hook = plugins.plugin_manager().hook
-        interceptors = [item for found in hook.smg_interceptors(engine=NAME, args=args) for item in found or ()]
     except ConfigurationError as error:
         for line in error.lines:
             logger.error("%s", line)
@@ -43,9 +41,9 @@ async def serve_python(args: argparse.Namespace) -> int:
         connect=connect,
         drain_secs=settings["drain_secs"],
         max_message_bytes=settings["max_message_bytes"],
-        interceptors=interceptors,
-        admit=partial(plugins.admit, NAME) if plugins.has_hook("smg_admit") else None,
-        finished=partial(finished, hook) if plugins.has_hook("smg_finished") else None,
+        interceptors=extensions.interceptors(NAME, args),
+        admit=extensions.admit(NAME),
+        finished=extensions.finished(NAME),
         periodic=() if args.disable_log_stats else (log_stats,),
     )
     return await run(worker)
@@ -97,14 +95,6 @@ async def log_stats(engine: Engine) -> None:
     while True:
         await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
         await engine.log_stats()
-
-
-def finished(hook: Any, call: Any, usage: Any, status: str) -> None:
-    """Tell third parties of a call that ended."""
-    try:
-        hook.smg_finished(engine=NAME, call=call, usage=usage, status=status)
-    except Exception:
-        logger.exception("a plugin's smg_finished failed")
 
 
 def spawn_engine_processes() -> None:

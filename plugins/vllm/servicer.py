@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from ..serving import extensions
 from ..serving.health import Health
 from ..serving.servicer import Servicer
 from ..wire.contracts.vllm import SERVICE, VllmContract
+from .engine import NAME
 
 _healths: weakref.WeakKeyDictionary[Any, Health] = weakref.WeakKeyDictionary()
 
@@ -25,5 +27,11 @@ class VllmEngineServicer(Servicer):
     def __init__(self, async_llm: Any, start_time: float) -> None:
         from .adapter import VllmEngine
 
-        super().__init__(VllmContract(), health_of(async_llm), started=start_time)
+        super().__init__(
+            VllmContract(),
+            health_of(async_llm),
+            admit=extensions.admit(NAME),
+            finished=extensions.finished(NAME),
+            started=start_time,
+        )
         self.serve(VllmEngine(async_llm))

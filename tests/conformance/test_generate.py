@@ -80,6 +80,14 @@ def test_a_prompt_is_truncated_to_its_last_tokens(client: Client):
     assert complete.output_ids == client.complete().output_ids
 
 
+def test_a_text_is_truncated_to_its_last_tokens_however_long_it_is(client: Client):
+    text = "import os and sys; " * 3000
+    assert client.refused(prompt=text)[0] == "INVALID_ARGUMENT"
+    complete = client.complete(prompt=text, truncate_prompt_tokens=16)
+    assert complete.prompt_tokens == 16
+    assert complete.output_ids == client.complete(prompt=text[19:], truncate_prompt_tokens=16).output_ids
+
+
 def test_truncation_to_the_context_leaves_room_for_the_output(client: Client):
     context = client.stub.GetModelInfo(pb.GetModelInfoRequest()).max_context_length
     complete = client.complete(prompt=[3] * (context + 10), truncate_prompt_tokens=-1, max_tokens=4)
