@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,6 +20,11 @@ import models
 from client import Client
 from fake_engine import FakeEngine
 from workers import VllmWorker
+
+# A run that gates a change takes the same examples each time.
+hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 _made: dict[str, Path] = {}
 

@@ -28,12 +28,12 @@ DECODE = json.dumps({"do_remote_prefill": True, "remote_block_ids": [1, 2], "rem
 class Worker:
     """A servicer over a fake engine with a client, on this test's loop."""
 
-    def __init__(self, engine: FakeEngine, **hooks) -> None:
+    def __init__(self, engine: FakeEngine, max_message_bytes: int = -1, **hooks) -> None:
         self.engine = engine
         contract = VllmContract()
         self.health = Health([contract.service])
         self.servicer = Servicer(contract, self.health, **hooks)
-        self.server = grpc.aio.server(options=server_options(-1))
+        self.server = grpc.aio.server(options=server_options(max_message_bytes))
         contract.register(self.servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -344,6 +344,14 @@ async def test_a_plugin_may_alter_or_refuse_a_call_and_hears_of_its_end():
     assert ended[0] == ("yes", 5, 8, "OK")
     assert ended[1][0] == "long"
     assert ended[1][3] == "INVALID_ARGUMENT"
+
+
+async def test_a_message_over_the_ceiling_is_refused_and_one_under_it_served():
+    async with Worker(FakeEngine(), max_message_bytes=1000) as worker:
+        worker.serve()
+        assert (await worker.refused(prompt=[1000] * 600))[0] == "RESOURCE_EXHAUSTED"
+        assert (await worker.refused(prompt=[1000] * 10, max_tokens=5, logprobs=100))[0] == "RESOURCE_EXHAUSTED"
+        assert completes(await worker.generate())[0].completion_tokens == 8
 
 
 async def test_state_does_not_go_back():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def server_facts(config: Any) -> ServerFacts:
     model, cache = config.model_config, config.cache_config
     connector, engine_id, role = _kv_transfer(config.kv_transfer_config)
     multimodal = getattr(model, "multimodal_config", None) if model.is_multimodal_model else None
+    budget = _encoder_budget(config) if multimodal is not None else None
     dtype = str(model.dtype)
     return ServerFacts(
         server_type="vllm-grpc",
@@ -68,9 +69,9 @@ def server_facts(config: Any) -> ServerFacts:
         pairing_protocol=os.environ.get("SMG_PAIRING_PROTOCOL", "").strip(),
         mm_device_do_normalize=bool(getattr(multimodal, "mm_device_do_normalize", False)),
         max_num_seqs=config.scheduler_config.max_num_seqs,
-        mm_item_limits=_item_limits(config) if multimodal is not None else "",
+        mm_item_limits=_item_limits(budget.mm_limits) if budget is not None else "",
         mm_encoder_dtype=_encoder_dtype(dtype) if multimodal is not None else "",
-        mm_encoder_budget=_encoder_budget(config) if multimodal is not None else 0,
+        mm_encoder_budget=budget.get_encoder_budget() if budget is not None else 0,
         reasoning_parser=_structured(config, "reasoning_parser") or "",
         constrained_decoding_start=_constrained_decoding_start(config),
     )
@@ -163,8 +164,7 @@ def _encoder_dtype(dtype: str) -> str:
     return name if name in _ENCODER_DTYPES else ""
 
 
-@functools.lru_cache(maxsize=1)
-def _budget(config_id: int, config: Any) -> Any:
+def _encoder_budget(config: Any) -> Any:
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.encoder_budget import MultiModalBudget
 
@@ -175,12 +175,5 @@ def _budget(config_id: int, config: Any) -> Any:
         return None
 
 
-def _item_limits(config: Any) -> str:
-    budget = _budget(id(config), config)
-    limits = budget.mm_limits if budget is not None else {}
+def _item_limits(limits: Mapping[str, int]) -> str:
     return ",".join(f"{name}={limits[name]}" for name in sorted(limits) if name in _ROUTED_MODALITIES)
-
-
-def _encoder_budget(config: Any) -> int:
-    budget = _budget(id(config), config)
-    return budget.get_encoder_budget() if budget is not None else 0
