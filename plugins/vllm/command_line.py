@@ -13,7 +13,7 @@ from ..hooks import plugins
 from ..hooks.settings import ConfigurationError, Settings, resolve
 from .engine import NAME
 from .plugin import LAUNCHERS
-from .settings import SETTINGS
+from .settings import IMPLEMENTATION, SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,8 @@ def choose(args: argparse.Namespace) -> tuple[Settings, Serve]:
     name = settings["implementation"]
     serve = plugins.plugin_manager().hook.smg_servicer_implementation(engine=NAME, name=name, args=args)
     if serve is None:
-        raise ConfigurationError(
-            [f"--servicer-impl (SMG_VLLM_SERVICER_IMPL): {name!r} has no implementation here; expected python"]
-        )
+        problem = f"{IMPLEMENTATION.label()}: {name!r} is not accepted; expected {IMPLEMENTATION.accepted}"
+        raise ConfigurationError([problem])
     return settings, serve
 
 

@@ -1,6 +1,6 @@
 """The settings of a vLLM worker."""
 
-from ..hooks.settings import Setting, choice, seconds
+from ..hooks.settings import Setting, seconds
 from ..serving.settings import MAX_MESSAGE_BYTES
 
 IMPLEMENTATION = Setting(
@@ -8,8 +8,8 @@ IMPLEMENTATION = Setting(
     flag="--servicer-impl",
     variable="SMG_VLLM_SERVICER_IMPL",
     default="python",
-    parse=choice("python", "rust"),
-    accepted="python or rust",
+    parse=str.casefold,
+    accepted="python or rust (not in this release), or the name of a plugin's implementation",
 )
 DRAIN_SECS = Setting(
     name="drain_secs",

@@ -129,7 +129,7 @@ def test_a_completion_says_the_same_streamed_and_not(gateway, client):
 
 
 def test_two_choices_differ_and_are_counted(gateway, client):
-    whole = gateway.chat(n=2, temperature=1)
+    whole = gateway.chat(n=2, temperature=1, ignore_eos=True)
     texts = {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
     assert texts.keys() == {0, 1}
     assert texts[0] != texts[1]
