@@ -108,7 +108,9 @@ class Core:
                 note(batch)
         except Exception as error:  # noqa: BLE001  whatever ends the step source ends the engine for us
             failure = error if isinstance(error, EngineDead) else EngineDead(f"the engine is dead: {error}")
-            logger.error("the engine is dead: %s", error)
+            # A terminal's Ctrl-C reaches the engine's processes too: nothing is lost where nothing ran.
+            expected = self.health.state is State.DRAINING and not len(self.table)
+            logger.log(logging.INFO if expected else logging.ERROR, "the engine is dead: %s", error)
         self.health.set(State.DEAD)
         self.table.fail(failure)
         self.dead.set()

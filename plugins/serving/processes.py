@@ -71,7 +71,7 @@ def end_children() -> None:
     itself with the last process that holds its pipe, and cleans up shared memory as it does.
     """
     here = psutil.Process()
-    _adopt_orphans()
+    adopt_orphans()
     loading = [thread for thread in threading.enumerate() if thread.name == _BLOCKING]
     patience = _TERMINATE_SECS
     for _ in range(_ENDING_ROUNDS):
@@ -98,7 +98,7 @@ def _interrupt(thread: threading.Thread) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Become the parent of processes whose parent ends before them (Linux), so that none gets out of sight."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

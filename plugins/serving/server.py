@@ -22,7 +22,7 @@ from .core import Admit, Finished
 from .engine import Engine
 from .errors import Unavailable
 from .health import Health, State
-from .processes import calm_poller, end_children, in_thread, leave_now
+from .processes import adopt_orphans, calm_poller, end_children, in_thread, leave_now
 from .servicer import Servicer
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class _Life:
             options=server_options(worker.max_message_bytes), interceptors=list(worker.interceptors)
         )
         self.stop = asyncio.Event()
+        self._stopped_idle = False
         self._signals: list[int] = []
 
     async def run(self) -> int:
@@ -144,7 +145,8 @@ class _Life:
         for task in tasks:
             task.cancel()
         await self._end(engine, _CLOSE_SECS if not died else _FLUSH_SECS)
-        return 1 if died else 0
+        # A terminal's Ctrl-C ends the engine too; that is no failure where it ended no call.
+        return 1 if died and not self._stopped_idle else 0
 
     async def _listen(self) -> str:
         worker = self.worker
@@ -161,6 +163,7 @@ class _Life:
 
     async def _load(self) -> Engine | None:
         """The engine, or None when a signal or a failure came first."""
+        adopt_orphans()  # a killed engine's own children are then still in sight
         loading = in_thread(self.worker.load)
         await self._first(loading, self.stop.wait())
         if not loading.done():
@@ -199,9 +202,9 @@ class _Life:
         done, _ = await asyncio.wait([closing], timeout=seconds)
         if not done:
             logger.warning("the engine did not close within %g s: ending its processes", seconds)
-            end_children()
         elif closing.exception() is not None:
             logger.warning("closing the engine: %s", closing.exception())
+        end_children()
 
     async def _first(self, *work: Any) -> None:
         """Return when the first of `work` is done; the others are cancelled, but for futures."""
@@ -225,6 +228,7 @@ class _Life:
             logger.warning("%s again: ending now", name)
             leave_now(0)
         logger.info("%s: shutting down", name)
+        self._stopped_idle = not len(self.servicer.table)
         self.stop.set()
 
     def forget_signals(self) -> None:

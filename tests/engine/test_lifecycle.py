@@ -143,12 +143,16 @@ def test_a_taken_port_ends_the_start_before_the_model_loads(pool, new_worker):
     assert first.status() == Status.SERVING
 
 
-def test_a_signal_ends_an_idle_worker_and_tells_its_watchers(pool):
+@pytest.mark.parametrize("how", ["a signal to the worker", "Ctrl-C at a terminal"])
+def test_a_signal_ends_an_idle_worker_and_tells_its_watchers(pool, how):
     worker = pool.serving()
     with Client(worker.address) as client:
         watch = client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT)
         assert next(watch).status == Status.SERVING
-        worker.signal(signal.SIGTERM)
+        if how == "Ctrl-C at a terminal":
+            os.killpg(worker.pid, signal.SIGINT)
+        else:
+            worker.signal(signal.SIGTERM)
         assert [told.status for told in watch] == [Status.NOT_SERVING]
         check_ended(worker, code=0, seconds=CLOSE_SECS)
 
