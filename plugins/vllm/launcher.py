@@ -80,6 +80,10 @@ def load(args: argparse.Namespace) -> Any:
 
 async def connect(async_llm: Any) -> Engine:
     """The adapter of a loaded engine."""
+    from vllm import envs
+
+    # vLLM looks variables up with every request and every step; its engine cores cache them once loaded.
+    envs.enable_envs_cache()
     engine = VllmEngine(async_llm)
     await async_llm.get_supported_tasks()
     # Facts that take a while are computed before the first router asks.
