@@ -52,12 +52,8 @@ def vllm_worker(vllm_python, tiny, tmp_path_factory) -> Iterator[VllmWorker]:
     """A real vLLM on the tiny Qwen3, for tests that leave it as they found it."""
     log = tmp_path_factory.mktemp("worker") / "vllm.log"
     worker = VllmWorker(vllm_python, tiny("qwen3"), log, "--max-logprobs", "-1")
-    worker.start()
-    try:
-        worker.wait_serving()
+    with worker.serving():
         yield worker
-    finally:
-        worker.stop()
 
 
 class FakeWorker:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -157,6 +157,16 @@ class VllmWorker(Process):
             if time.monotonic() > deadline:
                 self.fail("the worker does not serve")
             time.sleep(0.2)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[VllmWorker]:
+        """Start it, wait until it serves, and stop it in the end."""
+        self.start()
+        try:
+            self.wait_serving()
+            yield self
+        finally:
+            self.stop()
 
 
 class Router(Process):

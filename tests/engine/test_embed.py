@@ -19,13 +19,8 @@ TEXT = (2, 100, 200, 300, 3)  # [CLS] ... [SEP]
 def client(vllm_python, tiny, tmp_path_factory) -> Iterator[Client]:
     log = tmp_path_factory.mktemp("embed") / "vllm.log"
     worker = VllmWorker(vllm_python, tiny("minilm"), log, "--runner", "pooling", "--max-model-len", "512")
-    worker.start()
-    try:
-        worker.wait_serving()
-        with Client(worker.address) as client:
-            yield client
-    finally:
-        worker.stop()
+    with worker.serving(), Client(worker.address) as client:
+        yield client
 
 
 def embed(client: Client, token_ids: tuple[int, ...] = TEXT, request_id: str | None = None) -> pb.EmbedResponse:

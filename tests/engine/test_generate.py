@@ -74,12 +74,8 @@ def worker(vllm_python, thinking_model, third_party, tmp_path_factory):
             "VLLM_LOGGING_LEVEL": "WARNING",
         },
     )
-    worker.start()
-    try:
-        worker.wait_serving()
+    with worker.serving():
         yield worker
-    finally:
-        worker.stop()
 
 
 @pytest.fixture

@@ -82,12 +82,8 @@ def test_python_m_of_the_launcher_is_taken_over_by_ours(new_worker):
 @pytest.fixture(scope="module")
 def stock(new_worker) -> Iterator[VllmWorker]:
     worker = new_worker("-m", MODULE, VLLM_PLUGINS="none")
-    worker.start()
-    try:
-        worker.wait_serving()
+    with worker.serving():
         yield worker
-    finally:
-        worker.stop()
 
 
 @pytest.fixture

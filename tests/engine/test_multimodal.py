@@ -14,13 +14,8 @@ pytestmark = pytest.mark.engine
 def client(vllm_python, tiny, tmp_path_factory):
     log = tmp_path_factory.mktemp("multimodal") / "vllm.log"
     worker = VllmWorker(vllm_python, tiny("qwen2vl"), log, "--limit-mm-per-prompt", '{"image": 3, "video": 1}')
-    worker.start()
-    try:
-        worker.wait_serving()
-        with Client(worker.address) as client:
-            yield client
-    finally:
-        worker.stop()
+    with worker.serving(), Client(worker.address) as client:
+        yield client
 
 
 def test_text_is_served(client: Client):

@@ -174,12 +174,8 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_leaves_nothing_behind(ga
 @pytest.fixture
 def second(vllm_python, tiny, tmp_path) -> Iterator[VllmWorker]:
     worker = VllmWorker(vllm_python, tiny("qwen3"), tmp_path / "second.log")
-    worker.start()
-    try:
-        worker.wait_serving()
+    with worker.serving():
         yield worker
-    finally:
-        worker.stop()
 
 
 def received(client: Client) -> float:
