@@ -24,7 +24,8 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 SOURCES = ("plugins", "hooks", "wire")
-UPSTREAM = ("smg-grpc-servicer==0.14.1", "smg==1.13.0", "smg-grpc-proto==0.4.28")
+RUST = ("smg==1.13.0",)
+UPSTREAM = ("smg-grpc-servicer==0.14.1", *RUST, "smg-grpc-proto==0.4.28")
 
 # A CPU torch that torchvision fits: multimodal models import on it, and vLLM's compiled ops load.
 TORCH = ("torch==2.14.1", "torchvision==0.29.1")
@@ -239,7 +240,7 @@ def install_checkout(environment: Environment) -> None:
     if state.get("checkout") == wanted:
         return
     environment.remember(checkout="", project="")
-    project = hashlib.sha256((CHECKOUT / "pyproject.toml").read_bytes()).hexdigest()
+    project = hashlib.sha256((CHECKOUT / "pyproject.toml").read_bytes() + repr(RUST).encode()).hexdigest()
     source = environment.path / "checkout"
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir()
@@ -250,7 +251,7 @@ def install_checkout(environment: Environment) -> None:
         elif path.exists():
             shutil.copy(path, source / name)
     if state.get("project") != project:
-        environment.pip("-U", "--upgrade-strategy", "only-if-needed", f"{source}[metrics,tracing]")
+        environment.pip("-U", "--upgrade-strategy", "only-if-needed", f"{source}[metrics,tracing]", *RUST)
     environment.pip("--no-deps", "--force-reinstall", "--no-build-isolation", str(source))
     environment.remember(checkout=wanted, project=project)
 

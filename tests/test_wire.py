@@ -7,7 +7,8 @@ import zipfile
 
 import grpc
 import pytest
-from client import Client
+from client import TIMEOUT, Client, chunks
+from client import request as generate_request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -74,12 +75,17 @@ def message_of(request: dict, prompt: dict, fields: dict, bound: dict) -> pb.Gen
     return message
 
 
-def answered(client: Client, message: pb.GenerateRequest) -> bool:
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+# smg's Rust server gives what the engine core refuses no other code.
+RUST_REFUSALS = (*REFUSALS, grpc.StatusCode.INTERNAL)
+
+
+def answered(client: Client, message: pb.GenerateRequest, refusals: tuple[grpc.StatusCode, ...] = REFUSALS) -> bool:
     """Whether a request was served; a refusal is a sentence under a code of the client's."""
     try:
         answers = list(client.stub.Generate(message, timeout=30))
     except grpc.RpcError as error:
-        assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED), error
+        assert error.code() in refusals, error
         assert error.details()
         return False
     completes = sum(answer.WhichOneof("response") == "complete" for answer in answers)
@@ -105,6 +111,19 @@ def test_whatever_a_client_sends_the_engine_serves_the_next_call(vllm_worker, re
     with Client(vllm_worker.address) as client:
         answered(client, message_of(request, prompt, fields, bound))
         assert client.complete(max_tokens=2).completion_tokens == 2
+
+
+@pytest.mark.engine
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(requests, inputs, sampling, constraint)
+def test_whatever_a_client_sends_through_rust_touches_nobody_else(rust_worker, request, prompt, fields, bound):
+    with Client(rust_worker.address) as client:
+        message = message_of(request, prompt, fields, bound)
+        message.sampling_params.n %= 5  # the server makes as many requests of one as it is asked for
+        expected = list(client.complete(max_tokens=12).output_ids)
+        other = client.stub.Generate(generate_request(max_tokens=12, stream=True), timeout=TIMEOUT)
+        answered(client, message, RUST_REFUSALS)
+        assert [token for chunk in chunks(list(other)) for token in chunk.token_ids] == expected
 
 
 @given(st.binary(max_size=200))

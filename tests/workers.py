@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -196,3 +197,28 @@ class Router(Process):
             ],
             log,
         )
+
+
+class SmgServe(Process):
+    """`smg serve` of the published router beside vLLM: one worker, and the router in front of it."""
+
+    def __init__(
+        self, python: Path, model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [str(python.parent / "smg"), "serve", "--backend", "vllm", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--worker-base-port", str(free_port())]
+        command += ["--router-prometheus-port", str(free_port())]
+        super().__init__([*command, *VLLM_ARGUMENTS, *arguments], log, dict(VLLM_ENVIRONMENT) | dict(environment or {}))
+
+    def worker(self) -> int:
+        """The process of the worker, which leads a process group of its own; 0 before it is launched."""
+        found = re.search(r"Launched vllm worker on \S+ \(pid (\d+)", self.output())
+        return int(found[1]) if found else 0
+
+    def stop(self) -> None:
+        super().stop()
+        if self.worker():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.worker(), signal.SIGKILL)

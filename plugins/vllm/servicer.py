@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -10,6 +11,8 @@ from ..serving.health import Health
 from ..serving.servicer import Servicer
 from ..wire.contracts.vllm import SERVICE, VllmContract
 from .engine import NAME
+from .plugin import is_launcher
+from .settings import IMPLEMENTATION
 
 _healths: weakref.WeakKeyDictionary[Any, Health] = weakref.WeakKeyDictionary()
 
@@ -27,6 +30,8 @@ class VllmEngineServicer(Servicer):
     def __init__(self, async_llm: Any, start_time: float) -> None:
         from .adapter import VllmEngine
 
+        if asked_for() != "python":
+            raise RuntimeError(f"{IMPLEMENTATION.variable}={asked_for()}, and this launcher serves from Python alone")
         super().__init__(
             VllmContract(),
             health_of(async_llm),
@@ -35,3 +40,26 @@ class VllmEngineServicer(Servicer):
             started=start_time,
         )
         self.serve(VllmEngine(async_llm))
+
+
+def asked_for() -> str:
+    """The implementation that the environment names."""
+    return os.environ.get(IMPLEMENTATION.variable, "").casefold() or IMPLEMENTATION.default
+
+
+def refuse_a_launcher_without_plugin() -> None:
+    """End vLLM's own launcher, which imports this module, where it cannot serve as the environment asks.
+
+    Without the plugin nothing of ours sees its command line: this import is the last moment before the model loads.
+    """
+    if asked_for() == "python" or not is_launcher():
+        return
+    from .command_line import end_start
+    from .rust import hook_problem
+
+    problem = hook_problem()
+    if problem is not None:
+        end_start([f"{IMPLEMENTATION.label()}: {asked_for()!r} cannot be served: {problem}"])
+
+
+refuse_a_launcher_without_plugin()

@@ -1,8 +1,9 @@
 """What serving costs, ours and the published package's side by side: `python tests/bench/servicer.py`.
 
-Three parts: `imports` (what the plugin adds to a process that only imports vLLM), `floor` (our servicer over
-a fixed fake engine against bare grpc.aio) and `vllm` (both packages over real vLLM, in turn, several
-rounds; CPU of the serving process per token). Environments are built by tests/environments.py.
+Parts: `imports` (what the plugin adds to a process that only imports vLLM), `floor` (our servicer over a fixed
+fake engine against bare grpc.aio), `vllm` and `rust` (both packages over real vLLM, each with its Python and its
+Rust implementation, in turn, several rounds; CPU of the serving process per token), and `start` (time from start
+to SERVING of our two implementations). Environments are built by tests/environments.py.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from workers import VllmWorker, cpu_seconds, descendants, free_port
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 PROMPT = 64
 TOKENS = 128
+PARTS = ["imports", "floor", "vllm", "rust", "start"]
 
 
 @dataclass
@@ -114,29 +116,59 @@ def report(title: str, ours: list[dict[str, float]], theirs: list[dict[str, floa
     print(f"  ratio      {best:.2f} of the smallest, {median:.2f} median of {len(pairs)} pairs (target {target})")
 
 
-def bench_vllm(rounds: int, calls: int) -> None:
+def bench_vllm(rounds: int, calls: int, rust: bool = False) -> None:
     """Both packages over real vLLM."""
     with tempfile.TemporaryDirectory() as folder:
         model = tiny.load().write("qwen3", Path(folder) / "qwen3")
+        # The published package does not start from Rust by itself.
+        patched = (str(Path(__file__).with_name("patched.py")), "serve", str(model), "--grpc")
         workers = [
-            VllmWorker(environments.ensure(spec), model, Path(folder) / f"{spec}.log")
+            VllmWorker(
+                environments.ensure(spec),
+                model,
+                Path(folder) / f"{spec}.log",
+                *(("--servicer-impl", "rust") if rust else ()),
+                launcher=patched if rust and spec == "upstream-vllm" else None,
+            )
             for spec in ("vllm", "upstream-vllm")
         ]
+        implementation = "rust" if rust else "python"
+        targets = (1.0, 1.0) if rust else (0.6, 0.9)
         try:
             for worker in workers:
                 worker.start()
             for worker in workers:
                 worker.wait_serving()
                 run_load(worker.address, calls, True)
-            for title, stream, target in (("streaming", True, 0.6), ("one reply per call", False, 0.9)):
+            for title, stream, target in (("streaming", True, targets[0]), ("one reply per call", False, targets[1])):
                 rows: tuple[list[dict[str, float]], ...] = ([], [])
                 for _ in range(rounds):
                     for row, worker in zip(rows, workers, strict=True):
                         row.append(measure(worker.address, worker.pid, calls, stream))
-                report(f"real vLLM, {calls} calls, {title}", *rows, target)
+                report(f"real vLLM, {implementation}, {calls} calls, {title}", *rows, target)
         finally:
             for worker in workers:
                 worker.stop()
+
+
+def bench_start(rounds: int) -> None:
+    """Time from start to SERVING of our two implementations, in turn."""
+    times: dict[str, list[float]] = {"python": [], "rust": []}
+    python = environments.ensure("vllm")
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny.load().write("qwen3", Path(folder) / "qwen3")
+        for number in range(rounds):
+            for implementation, seconds in times.items():
+                log = Path(folder) / f"{implementation}-{number}.log"
+                worker = VllmWorker(python, model, log, "--servicer-impl", implementation)
+                start = time.monotonic()
+                with worker.serving():
+                    seconds.append(time.monotonic() - start)
+    print("\ntime from start to SERVING")
+    for implementation, seconds in times.items():
+        print(f"  {implementation:10} {min(seconds):6.1f} s min, {statistics.median(seconds):6.1f} s median")
+    pairs = [a / b for a, b in zip(times["rust"], times["python"], strict=True)]
+    print(f"  rust/python {statistics.median(pairs):.2f} median of {len(pairs)} pairs (target 1.0)")
 
 
 def bench_floor(rounds: int, calls: int) -> None:
@@ -207,7 +239,7 @@ def bench_imports(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["imports", "floor", "vllm", []], default=[])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=64)
     parser.add_argument("--load", nargs=4, help=argparse.SUPPRESS)
@@ -216,13 +248,17 @@ def main() -> None:
         address, calls, stream, tokens = args.load
         load_main(address, int(calls), stream == "1", int(tokens))
         return
-    parts = args.parts or ["imports", "floor", "vllm"]
+    parts = args.parts or PARTS
     if "imports" in parts:
         bench_imports(args.rounds)
     if "floor" in parts:
         bench_floor(args.rounds, args.calls)
     if "vllm" in parts:
         bench_vllm(args.rounds, args.calls)
+    if "rust" in parts:
+        bench_vllm(args.rounds, args.calls, rust=True)
+    if "start" in parts:
+        bench_start(args.rounds)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,12 @@ def test_minus_one_is_the_whole_vocabulary(client: Client):
 def test_a_sampled_token_outside_the_best_is_not_among_them(client: Client):
     complete = client.complete(max_tokens=20, logprobs=1, temperature=2.0, seed=5)
     logprobs = complete.output_logprobs
-    for value, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+    outside = 0
+    for token, value, top in zip(logprobs.token_ids, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert len(top.values) == 1
         assert top.values[0] >= value - 1e-6 or client.kind == "fake"
+        outside += token != top.token_ids[0]
+    assert outside
 
 
 def test_streamed_logprobs_add_up_to_those_of_the_complete(client: Client):

@@ -1,9 +1,10 @@
-"""What the tests of real engines share: waiting with a deadline, and streams that run in threads."""
+"""What the tests of real engines share: waiting with a deadline, streams in threads, workers lent on."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from typing import Any
 
 import grpc
 from client import TIMEOUT, Client, request
-from workers import Process, alive, descendants
+from workers import Process, VllmWorker, alive, descendants
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
+DRAIN = "SMG_VLLM_SERVICER_DRAIN_SECS"
+ORPHAN_SECS = 3  # for children that end because their parent did
 LONG = 1900  # tokens: seconds for one stream of the tiny model, many for 32
 
 
@@ -90,3 +93,44 @@ def group(pid: int) -> list[int]:
             if os.getpgid(int(folder.name)) == pid and alive(int(folder.name)):
                 members.append(int(folder.name))
     return members
+
+
+def check_ended(worker: VllmWorker, code: int, seconds: float) -> None:
+    """The process ends with `code` in time, and nothing that it started outlives it for long."""
+    try:
+        assert worker.wait(seconds) == code, worker.output()[-3000:]
+    except subprocess.TimeoutExpired:
+        worker.fail(f"still running after {seconds} s")
+    deadline = time.monotonic() + ORPHAN_SECS
+    while left := {pid: title(pid) for pid in group(worker.pid)}:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+class Pool:
+    """One worker at a time; a test that leaves it serving lends it to the next."""
+
+    def __init__(self, new: Callable[..., VllmWorker]) -> None:
+        self.new = new
+        self.worker: VllmWorker | None = None
+        self.drain: str | None = None
+
+    def starting(self, drain: str | None = None) -> VllmWorker:
+        """A worker whose process has just been started."""
+        self.end()
+        self.worker, self.drain = self.new(environment={DRAIN: drain} if drain else {}), drain
+        self.worker.start()
+        return self.worker
+
+    def serving(self, drain: str | None = None) -> VllmWorker:
+        """A worker that serves, with this drain time."""
+        worker = self.worker
+        if worker is None or not worker.running() or drain != self.drain:
+            worker = self.starting(drain)
+            worker.wait_serving()
+        return worker
+
+    def end(self) -> None:
+        if self.worker is not None:
+            self.worker.stop()
+        self.worker = None

@@ -76,6 +76,54 @@ def test_python_m_of_the_launcher_is_taken_over_by_ours(new_worker):
         worker.stop()
 
 
+# From Rust
+
+OWN_LAUNCHER = """
+import uvloop
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from smg_grpc_servicer.vllm import resolve_servicer_impl, serve_rust
+
+
+async def serve(args):
+    assert resolve_servicer_impl(args) == "rust"
+    raise SystemExit(await serve_rust(args))
+
+
+if __name__ == "__main__":
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    uvloop.run(serve(AsyncEngineArgs.add_cli_args(parser).parse_args()))
+"""
+
+
+@pytest.mark.parametrize("how", ["vLLM's launcher", "a launcher of one's own"])
+def test_the_variable_has_any_launcher_serve_from_rust(new_worker, tmp_path, how):
+    own = tmp_path / "launch.py"
+    own.write_text(OWN_LAUNCHER)
+    launcher = ("-m", SHIM) if how == "vLLM's launcher" else (str(own),)
+    worker = new_worker(*launcher, SMG_VLLM_SERVICER_IMPL="Rust")
+    with worker.serving(), Client(worker.address) as client:
+        assert f"serving on {worker.address}" in worker.output()
+        assert client.complete(max_tokens=5).completion_tokens == 5
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(15) == 0
+        wait_until(lambda: not group(worker.pid), 3, "left something behind")
+
+
+def test_rust_where_the_plugin_is_hidden_ends_the_start_before_the_model_loads(new_worker):
+    worker = new_worker("-m", MODULE, SMG_VLLM_SERVICER_IMPL="rust", VLLM_PLUGINS="none")
+    worker.start()
+    try:
+        assert worker.wait(60) == 2
+    finally:
+        worker.stop()
+    (line,) = [line for line in worker.output().splitlines() if "error:" in line]
+    assert "VLLM_PLUGINS='none'" in line
+    assert "smg-servicer" in line
+
+
 # vLLM's own launcher, where VLLM_PLUGINS keeps our plugin out
 
 

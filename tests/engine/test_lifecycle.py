@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,45 +19,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from workers import START_SECS, VLLM_ENVIRONMENT, VllmWorker
 
-from .helpers import LONG, SERVICE, Streams, engine_cores, group, title, wait_until
+from .helpers import DRAIN, LONG, SERVICE, Pool, Streams, check_ended, engine_cores, wait_until
 
 pytestmark = pytest.mark.engine
 
-DRAIN = "SMG_VLLM_SERVICER_DRAIN_SECS"
 LISTEN_SECS = 120  # the imports before a worker listens, on a busy machine
-ORPHAN_SECS = 3  # for children that end because their parent did
 CLOSE_SECS = 15  # our bound on the engine's own shutdown, and a margin
 
 Status = health_pb2.HealthCheckResponse
-
-
-class Pool:
-    """One worker at a time; a test that leaves it serving lends it to the next."""
-
-    def __init__(self, new: Callable[..., VllmWorker]) -> None:
-        self.new = new
-        self.worker: VllmWorker | None = None
-        self.drain: str | None = None
-
-    def starting(self, drain: str | None = None) -> VllmWorker:
-        """A worker whose process has just been started."""
-        self.end()
-        self.worker, self.drain = self.new(environment={DRAIN: drain} if drain else {}), drain
-        self.worker.start()
-        return self.worker
-
-    def serving(self, drain: str | None = None) -> VllmWorker:
-        """A worker that serves, with this drain time."""
-        worker = self.worker
-        if worker is None or not worker.running() or drain != self.drain:
-            worker = self.starting(drain)
-            worker.wait_serving()
-        return worker
-
-    def end(self) -> None:
-        if self.worker is not None:
-            self.worker.stop()
-        self.worker = None
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +45,6 @@ def pool(new_worker) -> Iterator[Pool]:
     pool = Pool(new_worker)
     yield pool
     pool.end()
-
-
-def check_ended(worker: VllmWorker, code: int, seconds: float) -> None:
-    """The process ends with `code` in time, and nothing that it started outlives it for long."""
-    try:
-        assert worker.wait(seconds) == code, worker.output()[-3000:]
-    except subprocess.TimeoutExpired:
-        worker.fail(f"still running after {seconds} s")
-    deadline = time.monotonic() + ORPHAN_SECS
-    while left := {pid: title(pid) for pid in group(worker.pid)}:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
 
 
 def refused(client: Client) -> tuple[str, str]:
@@ -250,12 +206,12 @@ REFUSED = {
     "flag": (
         ("serve", "MODEL", "--grpc", "--servicer-impl", "foo"),
         {},
-        [r"--servicer-impl \(SMG_VLLM_SERVICER_IMPL\): 'foo' .*python or rust"],
+        [r"--servicer-impl \(SMG_VLLM_SERVICER_IMPL\): 'foo' .*python, rust"],
     ),
-    "missing implementation": (
-        ("serve", "MODEL", "--grpc"),
-        {"SMG_VLLM_SERVICER_IMPL": "rust"},
-        [r"--servicer-impl \(SMG_VLLM_SERVICER_IMPL\): 'rust' .*python"],
+    "metrics without rust": (
+        ("serve", "MODEL", "--grpc", "--metrics-port", "9100"),
+        {},
+        [r"--metrics-port \(SMG_VLLM_SERVICER_METRICS_PORT\): .*rust"],
     ),
 }
 
@@ -275,7 +231,7 @@ def vllm(python: Path, arguments: tuple[str, ...], environment: dict[str, str]) 
 
 
 HELP = {
-    "serve": (("vllm.entrypoints.cli.main", "serve", "--help=all"), "--servicer-impl .*python or rust"),
+    "serve": (("vllm.entrypoints.cli.main", "serve", "--help=all"), "--servicer-impl .*python, rust"),
     "launcher": (("vllm.entrypoints.grpc_server", "--help"), "--servicer-impl "),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -10,13 +11,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from client import TIMEOUT, Client, pb
-from workers import Router, VllmWorker
+from workers import Router, SmgServe, VllmWorker
 
 from .helpers import wait_until
 
@@ -28,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello there"}], "temperature":
 class Gateway:
     """The router's HTTP side."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router | SmgServe) -> None:
         self.router = router
         self.model = ""
 
@@ -78,17 +79,37 @@ def start(router: Router, workers: int) -> Gateway:
 
 
 @pytest.fixture(scope="module")
-def gateway(vllm_worker, tiny, tmp_path_factory) -> Iterator[Gateway]:
-    router = Router([vllm_worker.address], tiny("qwen3"), tmp_path_factory.mktemp("router") / "router.log")
-    try:
-        yield start(router, 1)
-    finally:
-        router.stop()
+def new_gateway(tiny, tmp_path_factory) -> Iterator[Callable[[VllmWorker], Gateway]]:
+    """`new_gateway(worker)`: a router in front of a worker."""
+    folder = tmp_path_factory.mktemp("router")
+    with contextlib.ExitStack() as stack:
+
+        def new(worker: VllmWorker) -> Gateway:
+            log = folder / f"{len(list(folder.iterdir()))}.log"
+            router = Router([worker.address], tiny("qwen3"), log)
+            stack.callback(router.stop)
+            return start(router, 1)
+
+        yield new
+
+
+@pytest.fixture(scope="module", params=["vllm", "rust"])
+def worker(request) -> VllmWorker:
+    """A worker served from Python, and one served from Rust."""
+    return request.getfixturevalue(f"{request.param}_worker")
+
+
+served_from_python = pytest.mark.parametrize("worker", ["vllm"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def gateway(new_gateway, worker) -> Gateway:
+    return new_gateway(worker)
 
 
 @pytest.fixture
-def client(vllm_worker) -> Iterator[Client]:
-    with Client(vllm_worker.address) as client:
+def client(worker) -> Iterator[Client]:
+    with Client(worker.address) as client:
         yield client
         client.check_empty()
 
@@ -150,11 +171,17 @@ def test_a_stop_string_ends_the_text_before_it(gateway, client):
     assert "".join(delta["delta"].get("content") or "" for delta in deltas) == text[: text.find(stop)]
 
 
-def test_a_request_that_does_not_fit_is_an_error_with_our_sentence(gateway, client):
+def test_a_request_that_does_not_fit_is_an_error_and_the_next_is_answered(gateway, client):
     status, text = gateway.call("/v1/chat/completions", CHAT | {"max_tokens": 100_000})
     assert 400 <= status < 600
-    assert "exceed the context of 2048" in json.loads(text)["error"]["message"]
+    assert json.loads(text)["error"]["message"]
     assert gateway.chat()["choices"]
+
+
+@served_from_python
+def test_the_error_of_a_request_that_does_not_fit_has_our_sentence(gateway, client):
+    _, text = gateway.call("/v1/chat/completions", CHAT | {"max_tokens": 100_000})
+    assert "exceed the context of 2048" in json.loads(text)["error"]["message"]
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_leaves_nothing_behind(gateway, client):
@@ -169,6 +196,14 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_leaves_nothing_behind(ga
     connection.close()
     wait_until(lambda: client.active() == 0, 2.5, "the call goes on without its client")
     client.check_empty()
+
+
+def test_a_worker_served_from_rust_says_what_one_served_from_python_says(new_gateway, vllm_worker, rust_worker):
+    answers = [
+        new_gateway(worker).chat(logprobs=True, top_logprobs=2)["choices"] for worker in (vllm_worker, rust_worker)
+    ]
+    assert answers[0][0]["message"]["content"]
+    assert answers[0] == answers[1]
 
 
 @pytest.fixture
@@ -203,6 +238,7 @@ class Load:
             thread.result()
 
 
+@served_from_python
 def test_two_workers_share_the_load_and_one_carries_on_when_the_other_is_killed(client, second, gateway):
     added = gateway.call("/workers", {"url": f"grpc://{second.address}"})
     assert added[0] in (200, 201, 202), added

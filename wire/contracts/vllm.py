@@ -225,6 +225,11 @@ class VllmContract:
             default_sampling_params_json=json.dumps(defaults, separators=(",", ":")) if defaults else "",
         )
 
+    async def active_requests(self, channel: Any, seconds: float) -> int:
+        """What the server behind a grpc.aio channel says it has live; raises its RpcError."""
+        info = await pb_grpc.VllmEngineStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=seconds)
+        return int(info.active_requests)
+
     def server_info(self, facts: ServerFacts, activity: Activity) -> pb.GetServerInfoResponse:
         """The answer of GetServerInfo."""
         return pb.GetServerInfoResponse(
