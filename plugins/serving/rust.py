@@ -72,8 +72,7 @@ class RustWorker:
     settings: Settings
     plan: Callable[[str], Plan]
     active: Callable[[str], Awaitable[int | None]]
-    prefix: str = "..."
-    death_notice: bytes | None = None  # unused: the server answers it with INTERNAL
+    prefix: str
 
 
 async def run(worker: RustWorker) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ..hooks import plugins
-from ..hooks.settings import ConfigurationError, Settings
+from ..hooks.settings import ConfigurationError, resolve
 from .engine import NAME
 from .plugin import LAUNCHERS, guard_engine_cores
-from .settings import IMPLEMENTATION, worker_settings
+from .settings import IMPLEMENTATION
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +49,23 @@ def serves_grpc(parser: Any) -> bool:
     return "--port" in options and (name in LAUNCHERS[:2] or hasattr(main, "serve_grpc"))
 
 
-def choose(args: argparse.Namespace) -> tuple[Settings, Serve]:
-    """The worker's settings and what serves with them; ConfigurationError when the choice cannot be honoured."""
-    settings = worker_settings(args)
-    name = settings["implementation"]
+def choose(args: argparse.Namespace) -> Serve:
+    """What serves a command line; ConfigurationError when the choice or its settings cannot be honoured."""
+    name = resolve((IMPLEMENTATION,), args, os.environ)["implementation"]
     serve = plugins.plugin_manager().hook.smg_servicer_implementation(engine=NAME, name=name, args=args)
     if serve is None:
         problem = f"{IMPLEMENTATION.label()}: {name!r} is not accepted; expected {IMPLEMENTATION.accepted}"
         raise ConfigurationError([problem])
-    return settings, serve
+    return cast(Serve, serve)
 
 
 async def serve_grpc(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Wraps the launcher's serve_grpc(args): serves with ours, and leaves with the exit code."""
     namespace = args[0] if args else kwargs["args"]
     try:
-        _, serve = choose(namespace)
+        code = await choose(namespace)(namespace)
     except ConfigurationError as error:
         end_start(error.lines)
-    code = await serve(namespace)
     if code:
         raise SystemExit(code)
 

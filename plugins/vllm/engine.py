@@ -42,7 +42,9 @@ def smg_servicer_implementation(
         return None
     if name == "python":
         from .launcher import serve_python
+        from .settings import worker_settings
 
+        worker_settings(args)
         return serve_python
     if name == "rust":
         from .rust import check, serve_rust

@@ -26,9 +26,8 @@ from .kv_events import endpoints, publish_by_default
 from .launcher import spawn_engine_processes, use_engine_logging
 from .plugin import guard_engine_cores
 from .seams import CORE_SEAMS, LAUNCHER
-from .settings import ENGINE_GUARD, IMPLEMENTATION, RUST_SETTINGS
+from .settings import ENGINE_GUARD, IMPLEMENTATION, PREFIX, RUST_SETTINGS
 
-_ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 _INFO_SECS = 1.0
 # Of a start that spreads over machines, this path serves what one machine holds.
 _ONE_MACHINE = {
@@ -156,7 +155,7 @@ async def serve_rust(args: argparse.Namespace) -> int:
             settings=settings,
             plan=partial(plan, args, settings),
             active=active_requests,
-            death_notice=_ENGINE_CORE_DEAD,
+            prefix=PREFIX,
         )
         guard_engine_cores()
     except ConfigurationError as error:
