@@ -1,4 +1,4 @@
-"""A client of the vLLM engine contract, with what tests ask of it most."""
+"""A client of the vLLM engine contract, with what tests ask of it most; client_sglang.py has the other contract's."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ def request(
     stream: bool = False,
     **fields: Any,
 ) -> pb.GenerateRequest:
-    """A greedy request of 8 tokens; `fields` are SamplingParams' and, where it has them, the request's own."""
+    """A greedy request of 8 tokens; `fields` are SamplingParams' and, where it has them, the request's own.
+
+    A field that is None is left out.
+    """
     own = {name: fields.pop(name) for name in list(fields) if name in _REQUEST_FIELDS}
-    sampling = pb.SamplingParams(**({"temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields))
+    fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields
+    sampling = pb.SamplingParams(**{name: value for name, value in fields.items() if value is not None})
     message = pb.GenerateRequest(
         request_id=new_id() if request_id is None else request_id, sampling_params=sampling, stream=stream, **own
     )
@@ -47,12 +51,18 @@ def request(
 
 
 class Client:
-    """A blocking client on a channel of its own."""
+    """A blocking client on a channel of its own; `kind` and `worker` are what it was made for."""
 
-    def __init__(self, address: str, kind: str = "") -> None:
-        self.address, self.kind = address, kind
+    contract = "vllm"
+    service = "vllm.grpc.engine.VllmEngine"
+    pb: Any = pb
+    stub_class: Any = pb_grpc.VllmEngineStub
+    request = staticmethod(request)
+
+    def __init__(self, address: str, kind: str = "", worker: Any = None) -> None:
+        self.address, self.kind, self.worker = address, kind, worker
         self.channel = grpc.insecure_channel(address)
-        self.stub = pb_grpc.VllmEngineStub(self.channel)
+        self.stub = self.stub_class(self.channel)
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
     def __enter__(self) -> Client:
@@ -64,14 +74,22 @@ class Client:
     @functools.cached_property
     def long(self) -> int:
         """The most tokens that a call on PROMPT can ask for: one that runs until somebody ends it."""
-        info = self.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=TIMEOUT)
-        return int(info.max_context_length) - len(PROMPT)
+        return self.context - len(PROMPT)
 
-    def generate(self, *args: Any, timeout: float = TIMEOUT, **fields: Any) -> list[pb.GenerateResponse]:
+    @functools.cached_property
+    def context(self) -> int:
+        """The tokens of prompt and output together."""
+        return int(self.stub.GetModelInfo(self.pb.GetModelInfoRequest(), timeout=TIMEOUT).max_context_length)
+
+    def start(self, *args: Any, timeout: float = TIMEOUT, **fields: Any) -> Any:
+        """A call whose messages are read as they come."""
+        return self.stub.Generate(self.request(*args, **fields), timeout=timeout)
+
+    def generate(self, *args: Any, timeout: float = TIMEOUT, **fields: Any) -> list[Any]:
         """Every message of a call."""
-        return list(self.stub.Generate(request(*args, **fields), timeout=timeout))
+        return list(self.start(*args, timeout=timeout, **fields))
 
-    def complete(self, *args: Any, **fields: Any) -> pb.GenerateComplete:
+    def complete(self, *args: Any, **fields: Any) -> Any:
         """The one complete of a call that does not stream."""
         (message,) = self.generate(*args, **fields)
         assert message.WhichOneof("response") == "complete"
@@ -89,11 +107,12 @@ class Client:
         self.stub.Abort(pb.AbortRequest(request_ids=request_ids), timeout=TIMEOUT)
 
     def active(self) -> int:
-        return self.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT).active_requests
+        return self.stub.GetServerInfo(self.pb.GetServerInfoRequest(), timeout=TIMEOUT).active_requests
 
     def running(self) -> int:
         """What the engine's scheduler holds."""
-        return sum(load.num_total_reqs for load in self.stub.GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT).loads)
+        answer = self.stub.GetLoads(self.pb.GetLoadsRequest(), timeout=TIMEOUT)
+        return sum(load.num_total_reqs for load in answer.loads)
 
     def check_empty(self, timeout: float = 10.0) -> None:
         """Neither the worker nor its engine holds a call.
@@ -109,11 +128,11 @@ class Client:
         return self.stub.FlushCache(common.FlushCacheRequest(timeout_s=timeout_s), timeout=TIMEOUT)
 
 
-def chunks(messages: Sequence[pb.GenerateResponse], index: int = 0) -> list[pb.GenerateStreamChunk]:
+def chunks(messages: Sequence[Any], index: int = 0) -> list[Any]:
     """The chunks of one choice."""
     return [m.chunk for m in messages if m.WhichOneof("response") == "chunk" and m.chunk.index == index]
 
 
-def completes(messages: Sequence[pb.GenerateResponse]) -> list[pb.GenerateComplete]:
+def completes(messages: Sequence[Any]) -> list[Any]:
     """The completes of a call, as they came."""
     return [m.complete for m in messages if m.WhichOneof("response") == "complete"]

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import hypothesis
@@ -17,15 +18,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import environments
 import models
-from client import Client
 from differences import difference
-from fake_engine import FakeEngine
+from fake_engine import RANGES, FakeEngine
 from workers import VllmWorker
+
+from smg_grpc_servicer.serving.contract import Contract
+from smg_grpc_servicer.serving.engine import Range
+from smg_grpc_servicer.wire.contracts.sglang import SglangContract
+from smg_grpc_servicer.wire.contracts.vllm import VllmContract
 
 # A run that gates a change takes the same examples each time.
 hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "contract(name): about the named contract alone")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,11 +93,10 @@ def rust_worker(vllm_python, tiny, tmp_path_factory) -> Iterator[VllmWorker]:
 class FakeWorker:
     """The servicer over a FakeEngine, served from a thread's event loop on a real socket."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, contract: Contract) -> None:
         from smg_grpc_servicer.serving.health import Health
         from smg_grpc_servicer.serving.server import server_options
         from smg_grpc_servicer.serving.servicer import Servicer
-        from smg_grpc_servicer.wire.contracts.vllm import VllmContract
 
         self.engine = engine
         self.loop = asyncio.new_event_loop()
@@ -97,7 +105,6 @@ class FakeWorker:
         async def main() -> None:
             from grpc_health.v1 import health_pb2_grpc
 
-            contract = VllmContract()
             health = Health([contract.service])
             self.servicer = Servicer(contract, health)
             self.server = grpc.aio.server(options=server_options(-1))
@@ -122,20 +129,30 @@ class FakeWorker:
         self.thread.join(10)
 
 
+def sglang_engine(**limits: Any) -> FakeEngine:
+    """A fake engine that takes what SGLang takes."""
+    ranges = RANGES | {"repetition_penalty": Range(0, 2, open_low=True), "logit_bias": Range(-1e9, 1e9)}
+    return FakeEngine(**{"pace": 0.001, "ranges": ranges, "min_max_tokens": 0} | limits)
+
+
 @pytest.fixture(scope="session")
 def fake_worker() -> Iterator[FakeWorker]:
-    worker = FakeWorker(FakeEngine(pace=0.001))
+    worker = FakeWorker(FakeEngine(pace=0.001), VllmContract())
     yield worker
     worker.stop()
 
 
-_REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "rust")]
+@pytest.fixture(scope="session")
+def fake_sglang_worker() -> Iterator[FakeWorker]:
+    """The same core behind the SGLang contract."""
+    worker = FakeWorker(sglang_engine(), SglangContract())
+    yield worker
+    worker.stop()
 
 
-@pytest.fixture(params=["fake", *_REAL])
-def client(request) -> Iterator[Client]:
-    """A client of every worker that the conformance suite runs against."""
-    worker = request.getfixturevalue(f"{request.param}_worker")
-    with Client(worker.address, kind=request.param) as client:
-        yield client
-        client.check_empty()
+@pytest.fixture
+def sglang() -> Iterator[FakeWorker]:
+    """A fake SGLang worker of the test's own, to be changed at will."""
+    worker = FakeWorker(sglang_engine(), SglangContract())
+    yield worker
+    worker.stop()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from smg_grpc_servicer.serving.engine import Capacity, Limits, Range
-from smg_grpc_servicer.serving.errors import EngineDead, Failure, Internal, Precondition
+from smg_grpc_servicer.serving.errors import EngineDead, Failure, Internal, Invalid, Precondition, Rejected
 from smg_grpc_servicer.wire.calls import (
+    Adapter,
     Call,
     Details,
     EmbedCall,
@@ -20,6 +22,7 @@ from smg_grpc_servicer.wire.calls import (
     FinishReason,
     Logprobs,
     ModelFacts,
+    ProfileOptions,
     ServerFacts,
     Step,
     StepBatch,
@@ -51,14 +54,18 @@ class Held:
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
         self.made = 0
-        self.wanted = call.sampling.max_tokens or CONTEXT - len(call.token_ids)
+        asked = call.sampling.max_tokens
+        self.wanted = CONTEXT - len(call.token_ids) if asked is None else asked
 
 
 class FakeEngine:
-    """Makes one token for every submission in each step; `pace` seconds lie between steps."""
+    """Makes one token for every submission in each step; `pace` seconds lie between steps.
 
-    def __init__(self, pace: float = 0.0, logprobs: bool = True) -> None:
-        self.limits = Limits(
+    `limits` replaces some of Limits' fields. Every second token is a reasoning token where a call counts them.
+    """
+
+    def __init__(self, pace: float = 0.0, **limits: Any) -> None:
+        standard = Limits(
             vocab_size=VOCABULARY,
             max_prompt_token_id=VOCABULARY - 1,
             max_context=CONTEXT,
@@ -68,14 +75,21 @@ class FakeEngine:
             greedy_allows_choices=True,
             embeds=True,
         )
+        self.limits = msgspec.structs.replace(standard, **limits)
         self.pace = pace
         self.held: dict[str, Held] = {}
         self.embeds: list[tuple[str, EmbedCall]] = []
+        self.embedded: list[tuple[str, EmbedCall]] = []
         self.submitted: list[tuple[Call, list[str]]] = []
         self.cancelled: list[str] = []
         self.released: list[tuple[dict[str, Any], int | None]] = []
         self.flushes: list[bool] = []
         self.profiling = False
+        self.takes_profile_options = False
+        self.profile_options: ProfileOptions | None = None
+        self.loaded: dict[str, Adapter] = {}
+        self.sickness: str | None = None
+        self.reports: dict[int, EngineLoad] = {}
         self.closed = False
         self.submit_error: Exception | None = None
         self.fail_at: dict[str, Finish] = {}  # by request id: how it ends instead
@@ -101,6 +115,7 @@ class FakeEngine:
 
     async def submit_embedding(self, call: EmbedCall, key: str) -> None:
         self.embeds.append((key, call))
+        self.embedded.append((key, call))
         self.work.set()
 
     async def cancel(self, keys: Sequence[str]) -> None:
@@ -163,21 +178,31 @@ class FakeEngine:
         if held.made == 0:
             details.cached_tokens, details.prompt_tokens = len(call.token_ids) // 2, len(call.token_ids)
             if sampling.prompt_logprobs is not None and held.index == 0:
-                details.prompt_logprobs = self._logprobs(list(call.token_ids)[1:], sampling.prompt_logprobs)
+                behind = list(call.token_ids)[sampling.prompt_logprobs_from + 1 :]
+                details.prompt_logprobs = self._logprobs(behind, sampling.prompt_logprobs)
+        if call.hidden_states:
+            rows = len(call.token_ids) if held.made == 0 else 1
+            details.hidden_states = [[float(held.made), float(row)] for row in range(rows)]
+        if sampling.logprob_token_ids:
+            ids = np.array([sampling.logprob_token_ids], dtype=np.int64)
+            details.token_id_logprobs = Logprobs(ids, (-ids - held.made).astype(np.float32))
         token = next_token(call.token_ids, held.index, held.made)
-        held.made += 1
-        if sampling.logprobs is not None:
-            details.logprobs = self._logprobs([token], sampling.logprobs)
+        tokens = [token] if held.wanted else []
+        held.made += len(tokens)
+        if call.require_reasoning:
+            details.reasoning_tokens = held.made // 2
+        if sampling.logprobs is not None and tokens:
+            details.logprobs = self._logprobs(tokens, sampling.logprobs)
         if call.request_id in self.fail_at:
             details.finish = self.fail_at[call.request_id]
-        elif token in sampling.stop_token_ids:
+        elif tokens and token in sampling.stop_token_ids:
             details.finish = Finish(FinishReason.STOP, matched=token)
         elif held.made >= held.wanted:
             details.finish = Finish(FinishReason.LENGTH)
             details.kv_transfer = call.kv_transfer
         if details.finish is not None:
             del self.held[key]
-        return Step(key, [token], details)
+        return Step(key, tokens, details)
 
     def _embedding(self, key: str, call: EmbedCall) -> Step:
         finish = self.fail_at.get(call.request_id, Finish(FinishReason.STOP))
@@ -189,7 +214,8 @@ class FakeEngine:
         width = VOCABULARY if candidates == -1 else candidates
         ids = np.array([[token, *range(width)] for token in tokens], dtype=np.int64)
         values = np.array([[-1.0 - token / 4096, *(-i / 64 for i in range(width))] for token in tokens], np.float32)
-        return Logprobs(ids, values)
+        shape = (len(tokens), 1 + width)
+        return Logprobs(ids.reshape(shape), values.reshape(shape))
 
     def rank_of(self, key: str) -> int:
         return 0
@@ -197,11 +223,32 @@ class FakeEngine:
     async def flush_cache(self) -> bool:
         return self.flushes.pop(0) if self.flushes else not self.held
 
-    async def start_profile(self) -> None:
-        self.profiling = True
+    async def profile(self, options: ProfileOptions) -> None:
+        if options.given() and not self.takes_profile_options:
+            raise Invalid(f"{', '.join(options.given())}: not taken")
+        self.profiling, self.profile_options = True, options
 
     async def stop_profile(self) -> None:
         self.profiling = False
+
+    async def probe(self) -> str | None:
+        return self.sickness
+
+    async def load_adapter(self, adapter: Adapter) -> Sequence[Adapter]:
+        if adapter.lora_id in self.loaded:
+            raise Rejected(f"{adapter.lora_id!r} is loaded")
+        self.loaded[adapter.lora_id] = adapter
+        return list(self.loaded.values())
+
+    async def unload_adapter(self, name: str, lora_id: str) -> Sequence[Adapter]:
+        found = [a.lora_id for a in self.loaded.values() if a.name == name and lora_id in ("", a.lora_id)]
+        if not found:
+            raise Rejected(f"{name!r} is not loaded")
+        del self.loaded[found[0]]
+        return list(self.loaded.values())
+
+    async def adapters(self) -> Sequence[Adapter]:
+        return list(self.loaded.values())
 
     async def paused(self) -> bool:
         return not self.running.is_set()
@@ -222,10 +269,26 @@ class FakeEngine:
             bos_token_id=3,
             max_input_length=CONTEXT,
             default_sampling={"temperature": 0.6},
+            weight_version="7",
+            preferred_sampling_json='{"top_k": 5}',
+            id2label_json='{"0": "no"}',
+            num_labels=1,
         )
 
     def server_facts(self) -> ServerFacts:
-        return ServerFacts(server_type="fake-grpc", version="1.2.3", data_parallel_size=2, max_num_seqs=8)
+        return ServerFacts(
+            server_type="fake-grpc",
+            version="1.2.3",
+            data_parallel_size=2,
+            max_num_seqs=8,
+            max_total_tokens=2000,
+            pairing_protocol="p1",
+            arguments={"model_path": "/models/fake", "port": 1, "odd": float("inf"), "nested": {"list": [1, None]}},
+            scheduler={"status": "ready"},
+        )
+
+    def loads(self) -> Mapping[int, EngineLoad]:
+        return self.reports
 
     def capacity(self) -> Capacity:
         return Capacity(ranks=(0, 1), tokens_per_rank=1000, max_running=8)

@@ -12,14 +12,24 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 START_SECS = 240
 STOP_SECS = 40
 # float32: vLLM's AMX attention path for bf16 ends the worker with SIGILL on hosts that do not grant AMX.
 VLLM_ARGUMENTS = ("--enforce-eager --max-model-len 2048 --dtype float32 --gpu-memory-utilization 0.3").split()
+SGLANG_ARGUMENTS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
+    "--mem-fraction-static 0.1 --max-total-tokens 8192"
+).split()
+SGLANG_LAST_PORT = 55535  # SGLang adds 10000 for a server of its own, whether or not it starts one
+SGLANG_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -123,24 +133,20 @@ class Process:
         raise AssertionError(f"{what}; the end of {self.log.name}:\n{self.output()[-6000:]}")
 
 
-class VllmWorker(Process):
-    """`vllm serve MODEL --grpc` in an environment of tests/environments.py."""
+class Worker(Process):
+    """An engine's own launcher, serving gRPC on a port of this machine."""
 
     def __init__(
         self,
-        python: Path,
-        model: Path,
+        command: Sequence[str],
         log: Path,
-        *arguments: str,
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
-        launcher: Sequence[str] | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
-        entry = launcher or ("-m", "vllm.entrypoints.cli.main", "serve", str(model), "--grpc")
-        command = [str(python), *entry, "--host", "127.0.0.1", "--port", str(self.port)]
-        super().__init__([*command, *VLLM_ARGUMENTS, *arguments], log, dict(VLLM_ENVIRONMENT) | dict(environment or {}))
+        super().__init__([*command, "--host", "127.0.0.1", "--port", str(self.port), *arguments], log, environment)
 
     def status(self, timeout: float = 2.0) -> int | None:
         """grpc.health.v1's status, None while nothing answers."""
@@ -160,7 +166,7 @@ class VllmWorker(Process):
             time.sleep(0.2)
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[VllmWorker]:
+    def serving(self) -> Iterator[Self]:
         """Start it, wait until it serves, and stop it in the end."""
         self.start()
         try:
@@ -168,6 +174,43 @@ class VllmWorker(Process):
             yield self
         finally:
             self.stop()
+
+
+class VllmWorker(Worker):
+    """`vllm serve MODEL --grpc` in an environment of tests/environments.py."""
+
+    def __init__(
+        self,
+        python: Path,
+        model: Path,
+        log: Path,
+        *arguments: str,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] | None = None,
+    ) -> None:
+        entry = launcher or ("-m", "vllm.entrypoints.cli.main", "serve", str(model), "--grpc")
+        everything = dict(VLLM_ENVIRONMENT) | dict(environment or {})
+        super().__init__([str(python), *entry], log, port, everything, [*VLLM_ARGUMENTS, *arguments])
+
+
+class SglangWorker(Worker):
+    """`python -m sglang.launch_server --smg-grpc-mode` in an environment of tests/environments.py."""
+
+    def __init__(
+        self,
+        python: Path,
+        model: Path,
+        log: Path,
+        *arguments: str,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = ("-m", "sglang.launch_server"),
+    ) -> None:
+        command = [str(python), *launcher, "--model-path", str(model), "--smg-grpc-mode"]
+        everything = dict(SGLANG_ENVIRONMENT) | dict(environment or {})
+        port = port or next(found for found in iter(free_port, None) if found <= SGLANG_LAST_PORT)
+        super().__init__(command, log, port, everything, [*SGLANG_ARGUMENTS, *arguments])
 
 
 class Router(Process):

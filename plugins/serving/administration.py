@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from ..wire import tokenizer_bundle
-from ..wire.calls import Activity
+from ..wire.calls import Activity, Adapter
 from .core import Core, rpc
 from .engine import Engine
-from .errors import Invalid, Precondition, TimedOut, Unsupported
+from .errors import Failure, Invalid, Precondition, Rejected, TimedOut, Unsupported
 from .health import State
 
 FLUSH_SECS = 30.0
 PROFILE_SECS = 600.0
+PROBE_SECS = 60.0
+ADAPTER_SECS = 600.0
 _FLUSH_RETRY_SECS = 0.1
 _PAUSED_SECS = 1.0
 
@@ -28,11 +30,17 @@ class Administration(Core):
 
     @rpc
     async def HealthCheck(self, request: Any, context: Any) -> Any:
-        """Whether the engine serves."""
-        state = self.health.state
-        if state is State.SERVING and self.engine is not None and not self.engine.healthy():
+        """Whether the engine serves: what the worker knows of it, then what it answers itself."""
+        state, engine = self.health.state, self.engine
+        if state is State.SERVING and engine is not None and not engine.healthy():
             state = State.DEAD
-        return self.contract.health(state is State.SERVING, state.value)
+        if state is not State.SERVING or engine is None:
+            return self.contract.health(False, state.value)
+        try:
+            reason = await _within(engine.probe(), _bounded(PROBE_SECS, context))
+        except Failure as failure:
+            reason = str(failure)
+        return self.contract.health(reason is None, reason or state.value)
 
     @rpc
     async def FlushCache(self, request: Any, context: Any) -> Any:
@@ -52,12 +60,9 @@ class Administration(Core):
 
     @rpc
     async def StartProfile(self, request: Any, context: Any) -> Any:
-        """Start the engine's profiler as its launch configured it."""
+        """Start the engine's profiler."""
         engine = self.serving()
-        options = self.contract.profile_options(request)
-        if options:
-            raise Invalid(f"{', '.join(options)}: the profiler is configured at the engine's launch, not by request")
-        await _within(engine.start_profile(), _bounded(PROFILE_SECS, context))
+        await _within(engine.profile(self.contract.profile_options(request)), _bounded(PROFILE_SECS, context))
         return self.contract.profiled(True, "the profiler runs")
 
     @rpc
@@ -80,6 +85,7 @@ class Administration(Core):
             paused=await self._paused(engine, context),
             last_received=self.load_tracker.last_received,
             uptime=time.time() - self.started,
+            started=self.started,
         )
         return self.contract.server_info(engine.server_facts(), activity)
 
@@ -94,13 +100,13 @@ class Administration(Core):
     async def GetLoads(self, request: Any, context: Any) -> Any:
         """Load by data-parallel rank."""
         engine = self.known_engine()
+        query = self.contract.load_query(request)
         loads = self.load_tracker.loads(engine)
-        rank = self.contract.load_rank(request)
-        if rank is not None:
-            loads = [load for load in loads if load.rank == rank]
+        if query.rank is not None:
+            loads = [load for load in loads if load.rank == query.rank]
             if not loads:
-                raise Invalid(f"dp_rank: this worker manages no rank {rank}")
-        return self.contract.loads(loads, engine.server_facts().version)
+                raise Invalid(f"dp_rank: this worker manages no rank {query.rank}")
+        return self.contract.loads(loads, engine.server_facts().version, query.sections)
 
     @rpc
     async def GetTokenizer(self, request: Any, context: Any) -> None:
@@ -117,6 +123,37 @@ class Administration(Core):
             raise Precondition(f"no tokenizer to send: {error}") from error
         for data, digest in tokenizer_bundle.chunks(archive):
             await context.write(self.contract.tokenizer_chunk(data, digest))
+
+    @rpc
+    async def LoadLoRAAdapter(self, request: Any, context: Any) -> Any:
+        """Load a LoRA adapter from a folder that the engine reads; says what is loaded afterwards."""
+        engine, adapter = self.serving(), self.contract.adapter(request)
+        return await self._adapter_change(request, context, engine, engine.load_adapter(adapter))
+
+    @rpc
+    async def UnloadLoRAAdapter(self, request: Any, context: Any) -> Any:
+        """Unload a LoRA adapter; says what is loaded afterwards."""
+        engine, adapter = self.serving(), self.contract.adapter(request)
+        return await self._adapter_change(
+            request, context, engine, engine.unload_adapter(adapter.name, adapter.lora_id)
+        )
+
+    async def _adapter_change(
+        self, request: Any, context: Any, engine: Engine, change: Awaitable[Sequence[Adapter]]
+    ) -> Any:
+        seconds = _bounded(ADAPTER_SECS, context)
+        try:
+            return self.contract.adapter_changed(request, True, "", await _within(change, seconds))
+        except Rejected as refusal:
+            return self.contract.adapter_changed(
+                request, False, str(refusal), await _within(engine.adapters(), seconds)
+            )
+
+    @rpc
+    async def ListLoadedLoRAAdapters(self, request: Any, context: Any) -> Any:
+        """Every LoRA adapter that is loaded."""
+        loaded = await _within(self.serving().adapters(), _bounded(ADAPTER_SECS, context))
+        return self.contract.adapters(loaded)
 
     @rpc
     async def SubscribeKvEvents(self, request: Any, context: Any) -> None:

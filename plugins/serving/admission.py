@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from ..wire.calls import Call, InvalidCall, Sampling
-from .engine import Limits
+from .engine import Limits, Range
 
 _CHECKED_FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _GREEDY_BELOW = 1e-5
+_LOGIT_BIAS = Range(-100, 100)
 
 
 def check_request_id(request_id: str) -> None:
@@ -24,6 +24,8 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, field: str = "input_i
         raise InvalidCall(field, "is empty")
     if len(token_ids) > limits.max_context:
         raise InvalidCall(field, f"{len(token_ids)} tokens are more than the context of {limits.max_context}")
+    if limits.max_prompt is not None and len(token_ids) > limits.max_prompt:
+        raise InvalidCall(field, f"{len(token_ids)} tokens are more than this worker holds, {limits.max_prompt}")
     largest = max(token_ids)
     if largest > limits.max_prompt_token_id:
         raise InvalidCall(field, _outside(largest, limits.max_prompt_token_id + 1))
@@ -83,10 +85,14 @@ def check_sampling(sampling: Sampling, limits: Limits, field: Callable[[str], st
     _check_token_ids(sampling.stop_token_ids, limits, field("stop_token_ids"))
     for token_id, bias in (sampling.logit_bias or {}).items():
         _check_token_ids((token_id,), limits, field("logit_bias"))
-        if not math.isfinite(bias) or not -100 <= bias <= 100:
-            raise InvalidCall(field("logit_bias"), f"{bias:g} for token {token_id} is not in [-100, 100]")
+        accepted = limits.ranges.get("logit_bias", _LOGIT_BIAS)
+        if bias not in accepted:
+            raise InvalidCall(field("logit_bias"), f"{bias:g} for token {token_id} is not in {accepted}")
     for name in ("logprobs", "prompt_logprobs"):
         _check_logprobs(getattr(sampling, name), limits, field(name))
+    _check_token_ids(sampling.logprob_token_ids, limits, field("logprob_token_ids"))
+    if sampling.stream_interval is not None and sampling.stream_interval < 1:
+        raise InvalidCall(field("stream_interval"), f"{sampling.stream_interval} is not at least 1")
 
 
 def _check_logprobs(count: int | None, limits: Limits, field: str) -> None:
@@ -107,13 +113,17 @@ def check_length(call: Call, limits: Limits, field: Callable[[str], str]) -> Non
     if room < 1:
         raise InvalidCall("input_ids", f"{prompt} tokens leave no room for output in a context of {limits.max_context}")
     if sampling.max_tokens is not None:
-        if sampling.max_tokens < 1:
-            raise InvalidCall(field("max_tokens"), f"{sampling.max_tokens} is not at least 1")
+        if sampling.max_tokens < limits.min_max_tokens:
+            raise InvalidCall(field("max_tokens"), f"{sampling.max_tokens} is not at least {limits.min_max_tokens}")
         if sampling.max_tokens > room:
             raise InvalidCall(
                 field("max_tokens"),
                 f"{sampling.max_tokens} and a prompt of {prompt} tokens exceed the context of {limits.max_context}",
             )
+    if sampling.prompt_logprobs_from > prompt:
+        raise InvalidCall(
+            field("prompt_logprobs_from"), f"{sampling.prompt_logprobs_from} is beyond the prompt of {prompt} tokens"
+        )
     most = sampling.max_tokens if sampling.max_tokens is not None else room
     if sampling.min_tokens > most:
         raise InvalidCall(field("min_tokens"), f"{sampling.min_tokens} is more than max_tokens {most}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from ..wire.calls import Call, EmbedCall, ModelFacts, ServerFacts, StepBatch
+from ..wire.calls import Adapter, Call, EmbedCall, EngineLoad, ModelFacts, ProfileOptions, ServerFacts, StepBatch
 
 if TYPE_CHECKING:
     from .errors import Failure
@@ -33,12 +33,15 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     """What the engine accepts, so that nothing it would choke on reaches it.
 
     `max_prompt_token_id` may lie above `vocab_size`: placeholder ids of some media models do.
-    `max_logprobs` bounds ranked candidates, -1 is no bound.
+    `max_prompt` bounds a prompt where the KV cache holds less than a context. `max_logprobs` bounds
+    ranked candidates, -1 is no bound. `min_max_tokens` is 0 where a call may ask for its prefill alone.
+    `ranges` may bound `logit_bias`, which is in [-100, 100] otherwise.
     """
 
     vocab_size: int
     max_prompt_token_id: int
     max_context: int
+    max_prompt: int | None = None
     max_logprobs: int
     data_parallel_ranks: int
     ranges: Mapping[str, Range]
@@ -46,6 +49,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     generates: bool = True
     embeds: bool = False
     tokenizes: bool = True
+    min_max_tokens: int = 1
 
 
 class Engine(Protocol):
@@ -63,7 +67,8 @@ class Engine(Protocol):
     async def submit(self, call: Call, keys: Sequence[str]) -> None:
         """Hand one call to the engine, one submission per choice under `keys[index]`.
 
-        What raises has submitted nothing that outlives it; InvalidCall names a sampling field.
+        What raises has submitted nothing that outlives it; InvalidCall names a field of the call or its
+        sampling.
         """
 
     async def submit_embedding(self, call: EmbedCall, key: str) -> None:
@@ -87,11 +92,23 @@ class Engine(Protocol):
     async def flush_cache(self) -> bool:
         """Invalidate the prefix cache; False when requests in flight prevent it."""
 
-    async def start_profile(self) -> None:
-        """Start the engine's profiler."""
+    async def profile(self, options: ProfileOptions) -> None:
+        """Start the engine's profiler; `Invalid` names options that it does not take."""
 
     async def stop_profile(self) -> None:
         """Stop the engine's profiler."""
+
+    async def probe(self) -> str | None:
+        """None when the engine answers, else why not, in bounded time and without taking from live calls."""
+
+    async def load_adapter(self, adapter: Adapter) -> Sequence[Adapter]:
+        """Load a LoRA adapter; returns all that are loaded then. `Rejected` says why the engine would not."""
+
+    async def unload_adapter(self, name: str, lora_id: str) -> Sequence[Adapter]:
+        """Unload a LoRA adapter; returns those that are left. `lora_id` may be empty. Raises as `load_adapter`."""
+
+    async def adapters(self) -> Sequence[Adapter]:
+        """The LoRA adapters that are loaded, whoever loaded them."""
 
     async def paused(self) -> bool:
         """Whether scheduling is paused."""
@@ -101,6 +118,9 @@ class Engine(Protocol):
 
     def server_facts(self) -> ServerFacts:
         """What the worker says about how it runs."""
+
+    def loads(self) -> Mapping[int, EngineLoad]:
+        """What the ranks' schedulers say of themselves now; a rank that is left out is known by its step batches."""
 
     def capacity(self) -> Capacity:
         """What one data-parallel rank can hold, and which ranks there are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from ..wire.calls import InvalidCall, UnsupportedCall
+from ..wire.calls import Finish, InvalidCall, UnsupportedCall
 
 Code = grpc.StatusCode
 
@@ -13,6 +13,7 @@ class Failure(Exception):
     """Something went wrong, in a sentence a person can act on."""
 
     code = Code.INTERNAL
+    trailers: tuple[tuple[str, str], ...] = ()
 
 
 class Invalid(Failure):
@@ -49,6 +50,16 @@ class Precondition(Failure):
     """The worker is not set up, or not in a state, for this."""
 
     code = Code.FAILED_PRECONDITION
+
+
+class Rejected(Precondition):
+    """The engine said no; an answer with a place for that says it there."""
+
+
+class ConstraintFailed(Precondition):
+    """The output constraint refused a token that the engine had sampled."""
+
+    trailers = (("smg-constraint-failed", "engine"),)
 
 
 class Overloaded(Failure):
@@ -104,6 +115,16 @@ def from_http_status(status: int, message: str) -> Failure:
     if kind is None:
         kind = Invalid if 400 <= status < 500 else Internal
     return kind(message)
+
+
+def of_finish(finish: Finish, otherwise: str) -> Failure:
+    """The failure that a call's end stands for; `otherwise` is the sentence of one that has none."""
+    message = finish.message or otherwise
+    if finish.constraint_failed:
+        return ConstraintFailed(message)
+    if finish.status is not None:
+        return from_http_status(finish.status, message)
+    return Unavailable(message) if finish.retryable else Internal(message)
 
 
 def known(error: BaseException) -> Failure | None:

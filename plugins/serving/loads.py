@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from typing import TypeVar
 
 from ..wire.calls import EngineLoad, Load, StepBatch
 from .engine import Engine
@@ -11,6 +12,8 @@ from .streams import StreamTable
 
 _WINDOW = 2.0  # seconds of tokens behind the throughput
 _PREFILLS = 64  # first outputs behind the hit rate
+
+_Number = TypeVar("_Number", int, float)
 
 
 class _Rank:
@@ -20,6 +23,18 @@ class _Rank:
         self.reported: EngineLoad | None = None
         self.tokens: deque[tuple[float, int]] = deque()
         self.hits: deque[tuple[int, int]] = deque(maxlen=_PREFILLS)
+
+    def hit_rate(self) -> float:
+        prompt = sum(tokens for tokens, _ in self.hits)
+        return sum(cached for _, cached in self.hits) / prompt if prompt else 0.0
+
+    def throughput(self) -> float:
+        since = time.monotonic() - _WINDOW
+        return sum(count for at, count in self.tokens if at >= since) / _WINDOW
+
+
+def _known(reported: _Number | None, own: _Number) -> _Number:
+    return own if reported is None else reported
 
 
 class LoadTracker:
@@ -50,31 +65,31 @@ class LoadTracker:
 
     def loads(self, engine: Engine) -> list[Load]:
         """The load of every rank that this worker manages."""
-        capacity = engine.capacity()
+        capacity, reports = engine.capacity(), engine.loads()
         waiting = defaultdict(list)
         for stream in self._table.not_started():
             waiting[engine.rank_of(stream.choices[0].key)].append(len(stream.call.token_ids))
         loads = []
         for number in capacity.ranks:
             rank = self._ranks[number]
-            report = rank.reported or self._own_count(number, engine)
-            prompt = sum(tokens for tokens, _ in rank.hits)
-            hit_rate = sum(cached for _, cached in rank.hits) / prompt if prompt else 0.0
+            report = reports.get(number) or rank.reported or self._own_count(number, engine)
+            hit_rate = _known(report.cache_hit_rate, rank.hit_rate())
+            tokens = _known(report.capacity_tokens, capacity.tokens_per_rank)
             # The engine says how many wait; the youngest that have not started are those.
             queued = sum(waiting[number][-report.waiting :]) if report.waiting else 0
-            since = time.monotonic() - _WINDOW
             loads.append(
                 Load(
                     rank=number,
                     running=report.running,
                     waiting=report.waiting,
                     kv_usage=report.kv_usage,
-                    used_tokens=round(report.kv_usage * capacity.tokens_per_rank),
-                    capacity_tokens=capacity.tokens_per_rank,
-                    generated_per_second=sum(count for at, count in rank.tokens if at >= since) / _WINDOW,
+                    used_tokens=_known(report.used_tokens, round(report.kv_usage * tokens)),
+                    capacity_tokens=tokens,
+                    generated_per_second=_known(report.generated_per_second, rank.throughput()),
                     cache_hit_rate=hit_rate,
-                    max_running=capacity.max_running,
-                    waiting_uncached_tokens=round(queued * (1 - hit_rate)),
+                    max_running=_known(report.max_running, capacity.max_running),
+                    waiting_uncached_tokens=_known(report.waiting_uncached_tokens, round(queued * (1 - hit_rate))),
+                    sections=report.sections,
                 )
             )
         return loads

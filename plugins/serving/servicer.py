@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..wire.calls import Call, Finish, FinishReason, InvalidCall, Usage, join_logprobs
+from ..wire.calls import Call, Finish, FinishReason, InvalidCall, Logprobs, Output, Usage, join_logprobs
 from . import admission
 from .administration import Administration
 from .core import Admit, rpc
-from .errors import Aborted, AlreadyLive, Forbidden, Internal, Invalid, Unavailable, Unsupported
+from .errors import Aborted, AlreadyLive, Forbidden, Internal, Invalid, Unsupported, of_finish
 from .streams import Choice, Stream
 
 
@@ -27,7 +28,8 @@ class Servicer(Administration):
             stream = self._open(request, context)
             submitted = await self._submit(stream)
             write, streaming, prompt_tokens = context.write, stream.streaming, len(stream.call.token_ids)
-            plain = [self.contract.plain_chunks(choice.index, prompt_tokens) for choice in stream.choices]
+            request_id, plain_chunks = stream.call.request_id, self.contract.plain_chunks
+            plain = [plain_chunks(request_id, choice.index, prompt_tokens) for choice in stream.choices]
             unfinished = len(plain)
             while unfinished:
                 while stream.quiet:
@@ -37,7 +39,7 @@ class Servicer(Administration):
                     finish, sent = choice.finish, choice.sent
                     if streaming and sent < len(choice.token_ids):
                         choice.sent = len(choice.token_ids)
-                        if choice.logprobs or choice.prompt_logprobs:
+                        if choice.detailed:
                             await write(self._chunk(choice, sent, prompt_tokens))
                         else:
                             new = choice.token_ids[sent:]
@@ -56,7 +58,7 @@ class Servicer(Administration):
             if stream is not None:
                 self._close(stream, status)
         if failure is not None:
-            await context.abort(failure.code, str(failure))
+            await context.abort(failure.code, str(failure), failure.trailers)
 
     def _open(self, request: Any, context: Any) -> Stream:
         """Check everything of a request that needs no tokenizer, and register it as live."""
@@ -110,33 +112,44 @@ class Servicer(Administration):
             self.spawn(self.quietly(self.engine.release_handoff(*handoff, self.table.new_key())))
 
     def _chunk(self, choice: Choice, sent: int, prompt_tokens: int) -> Any:
-        parts, choice.logprobs_sent = choice.logprobs[choice.logprobs_sent :], len(choice.logprobs)
-        return self.contract.chunk(
-            choice.index,
-            choice.token_ids[sent:],
-            prompt_tokens,
-            choice.sent,
-            choice.cached_tokens,
-            join_logprobs(parts),
-            _take_prompt(choice),
+        new, choice.logprobs_sent = choice.logprobs[choice.logprobs_sent :], len(choice.logprobs)
+        named, choice.named_sent = choice.token_id_logprobs[choice.named_sent :], len(choice.token_id_logprobs)
+        hidden, choice.hidden_sent = choice.hidden_states[choice.hidden_sent :], len(choice.hidden_states)
+        output = Output(
+            request_id=choice.stream.call.request_id,
+            index=choice.index,
+            token_ids=choice.token_ids[sent : choice.sent],
+            prompt_tokens=prompt_tokens,
+            completion_tokens=choice.sent,
+            cached_tokens=choice.cached_tokens,
+            reasoning_tokens=choice.reasoning_tokens,
+            logprobs=join_logprobs(new),
+            token_id_logprobs=join_logprobs(named),
+            prompt=_take_prompt(choice),
+            hidden_states=hidden,
         )
+        return self.contract.chunk(output)
 
     def _complete(self, choice: Choice, finish: Finish, prompt_tokens: int) -> Any:
-        if finish.reason is FinishReason.ERROR:
-            message = finish.message or "the engine failed this request"
-            raise (Unavailable if finish.retryable else Internal)(message)
-        return self.contract.complete(
-            choice.index,
-            choice.token_ids,
-            prompt_tokens,
-            choice.cached_tokens,
-            finish,
-            join_logprobs(choice.logprobs),
-            _take_prompt(choice),
-            choice.kv_transfer,
-            choice.draft_tokens,
-            choice.accepted_tokens,
+        if finish.failed:
+            raise of_finish(finish, "the engine failed this request")
+        output = Output(
+            request_id=choice.stream.call.request_id,
+            index=choice.index,
+            token_ids=choice.token_ids,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=choice.cached_tokens,
+            reasoning_tokens=choice.reasoning_tokens,
+            logprobs=join_logprobs(choice.logprobs),
+            token_id_logprobs=join_logprobs(choice.token_id_logprobs),
+            prompt=_take_prompt(choice),
+            hidden_states=choice.hidden_states,
+            kv_transfer=choice.kv_transfer,
+            draft_tokens=choice.draft_tokens,
+            accepted_tokens=choice.accepted_tokens,
         )
+        return self.contract.complete(output, finish)
 
     def _close(self, stream: Stream, status: str) -> None:
         keys = self.table.close(stream)
@@ -158,6 +171,7 @@ class Servicer(Administration):
         admission.check_request_id(call.request_id)
         if not engine.limits.embeds:
             raise Unsupported("this model does not embed")
+        admission.check_rank(call.data_parallel_rank, engine.limits)
         admission.check_prompt(call.token_ids, engine.limits, "tokenized.input_ids")
         stream = self.table.open(call)
         try:
@@ -167,11 +181,11 @@ class Servicer(Administration):
             (choice,) = stream.take()
             finish = choice.finish
             if choice.embedding is None or finish is None:
-                if finish is not None and finish.reason is FinishReason.ABORT:
-                    raise Aborted(f"{call.request_id!r} was aborted")
-                if finish is not None and finish.retryable:
-                    raise Unavailable(finish.message)
-                raise Internal(finish.message if finish and finish.message else "the engine returned no embedding")
+                if finish is None:
+                    raise Internal("the engine returned no embedding")
+                if finish.reason is FinishReason.ABORT and not finish.failed:
+                    raise Aborted(finish.message or f"{call.request_id!r} was aborted")
+                raise of_finish(finish, "the engine returned no embedding")
             return self.contract.embedding(choice.embedding, len(call.token_ids))
         finally:
             keys = self.table.close(stream)
@@ -184,12 +198,13 @@ class Servicer(Administration):
         keys = self.table.abort(self.contract.abort_ids(request))
         if keys and self.engine is not None:
             self.spawn(self.quietly(self.engine.cancel(keys)))
-        return self.contract.aborted()
+        return self.contract.aborted(bool(keys))
 
 
-def _take_prompt(choice: Choice) -> Any:
-    """The prompt's logprobs, once."""
-    if not choice.prompt_logprobs:
+def _take_prompt(choice: Choice) -> tuple[Sequence[int], Logprobs] | None:
+    """The prompt's logprobs, once, with the tokens from their first position on."""
+    call, logprobs = choice.stream.call, join_logprobs(choice.prompt_logprobs)
+    if logprobs is None or not isinstance(call, Call):
         return None
-    parts, choice.prompt_logprobs = choice.prompt_logprobs, []
-    return choice.stream.call.token_ids, join_logprobs(parts)
+    choice.prompt_logprobs = []
+    return call.token_ids[call.sampling.prompt_logprobs_from :], logprobs

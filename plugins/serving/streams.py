@@ -22,24 +22,33 @@ _ABORTED = Finish(FinishReason.ABORT)
 
 
 class Choice:
-    """One output of a call: everything that arrived, and how much of it was sent."""
+    """One output of a call: everything that arrived, and how much of it was sent.
+
+    `detailed` says that its chunks carry more than tokens.
+    """
 
     __slots__ = (
         "accepted_tokens",
         "cached_tokens",
         "completed",
+        "detailed",
         "draft_tokens",
         "embedding",
         "finish",
         "fresh",
+        "hidden_sent",
+        "hidden_states",
         "index",
         "key",
         "kv_transfer",
         "logprobs",
         "logprobs_sent",
+        "named_sent",
         "prompt_logprobs",
+        "reasoning_tokens",
         "sent",
         "stream",
+        "token_id_logprobs",
         "token_ids",
     )
 
@@ -49,11 +58,17 @@ class Choice:
         self.sent = 0
         self.fresh = False
         self.completed = False
+        self.detailed = False
         self.finish: Finish | None = None
         self.cached_tokens = 0
         self.logprobs: list[Logprobs] = []
         self.logprobs_sent = 0
         self.prompt_logprobs: list[Logprobs] = []
+        self.token_id_logprobs: list[Logprobs] = []
+        self.named_sent = 0
+        self.hidden_states: list[Sequence[float]] = []
+        self.hidden_sent = 0
+        self.reasoning_tokens = 0
         self.kv_transfer: dict[str, Any] | None = None
         self.draft_tokens = 0
         self.accepted_tokens = 0
@@ -63,8 +78,19 @@ class Choice:
         """Take in what a step brought beside tokens."""
         if details.logprobs is not None:
             self.logprobs.append(details.logprobs)
+            self.detailed = True
         if details.prompt_logprobs is not None:
             self.prompt_logprobs.append(details.prompt_logprobs)
+            self.detailed = True
+        if details.token_id_logprobs is not None:
+            self.token_id_logprobs.append(details.token_id_logprobs)
+            self.detailed = True
+        if details.hidden_states is not None:
+            self.hidden_states += details.hidden_states
+            self.detailed = True
+        if details.reasoning_tokens:
+            self.reasoning_tokens = details.reasoning_tokens
+            self.detailed = True
         if details.cached_tokens is not None:
             self.cached_tokens = details.cached_tokens
         if details.kv_transfer is not None:

@@ -13,7 +13,17 @@ from typing import Any
 
 from ..serving import errors
 from ..serving.engine import Capacity, Limits
-from ..wire.calls import Call, EmbedCall, InvalidCall, ModelFacts, ServerFacts, StepBatch
+from ..wire.calls import (
+    Adapter,
+    Call,
+    EmbedCall,
+    EngineLoad,
+    InvalidCall,
+    ModelFacts,
+    ProfileOptions,
+    ServerFacts,
+    StepBatch,
+)
 from . import facts, sampling
 from .outputs import Live, OutputReader
 
@@ -171,7 +181,10 @@ class VllmEngine:
             )
         )
 
-    async def start_profile(self) -> None:
+    async def profile(self, options: ProfileOptions) -> None:
+        given = options.given()
+        if given:
+            raise errors.Invalid(f"{', '.join(given)}: the profiler is configured at the engine's launch")
         self._need_profiler()
         await self.llm.start_profile()
 
@@ -183,6 +196,18 @@ class VllmEngine:
         if getattr(self.config.profiler_config, "profiler", None) is None:
             raise errors.Precondition("the profiler is off; start vLLM with --profiler-config")
 
+    async def probe(self) -> str | None:
+        return None
+
+    async def load_adapter(self, adapter: Adapter) -> Sequence[Adapter]:
+        raise errors.Unsupported("adapters are loaded at the engine's launch")
+
+    async def unload_adapter(self, name: str, lora_id: str) -> Sequence[Adapter]:
+        raise errors.Unsupported("adapters are loaded at the engine's launch")
+
+    async def adapters(self) -> Sequence[Adapter]:
+        raise errors.Unsupported("adapters are loaded at the engine's launch")
+
     async def paused(self) -> bool:
         return bool(await self.llm.is_paused())
 
@@ -191,6 +216,9 @@ class VllmEngine:
 
     def server_facts(self) -> ServerFacts:
         return self._server_facts
+
+    def loads(self) -> Mapping[int, EngineLoad]:
+        return {}
 
     def capacity(self) -> Capacity:
         return self._capacity

@@ -10,12 +10,8 @@ import zipfile
 import grpc
 import pytest
 from client import TIMEOUT, Client
-from client import request as generate_request
 from grpc_health.v1 import health_pb2
-from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
-
-SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
 def refused(call, message) -> tuple[grpc.StatusCode, str]:
@@ -25,17 +21,17 @@ def refused(call, message) -> tuple[grpc.StatusCode, str]:
 
 
 def test_the_engine_is_healthy_by_every_name(client: Client):
-    answer = client.stub.HealthCheck(pb.HealthCheckRequest(), timeout=TIMEOUT)
+    answer = client.stub.HealthCheck(client.pb.HealthCheckRequest(), timeout=TIMEOUT)
     assert answer.healthy
-    for service in ("", SERVICE):
+    for service in ("", client.service):
         status = client.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT).status
         assert status == health_pb2.HealthCheckResponse.SERVING
     listed = client.health.List(health_pb2.HealthListRequest(), timeout=TIMEOUT).statuses
-    assert set(listed) == {"", SERVICE}
+    assert set(listed) == {"", client.service}
 
 
 def test_a_watch_stays_open(client: Client):
-    call = client.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=1.0)
+    call = client.health.Watch(health_pb2.HealthCheckRequest(service=client.service), timeout=1.0)
     assert next(call).status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(grpc.RpcError) as error:
         next(call)
@@ -51,7 +47,7 @@ def test_an_unknown_service_is_not_found_and_its_watch_says_so(client: Client):
 
 
 def test_model_facts_are_complete(client: Client):
-    info = client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=TIMEOUT)
+    info = client.stub.GetModelInfo(client.pb.GetModelInfoRequest(), timeout=TIMEOUT)
     assert info.model_path
     assert info.served_model_name
     assert info.tokenizer_path
@@ -59,27 +55,43 @@ def test_model_facts_are_complete(client: Client):
     assert info.is_generation
     assert not info.supports_vision
     assert info.vocab_size == 2048
-    assert info.max_context_length == info.max_req_input_len > 0
+    assert info.max_context_length >= info.max_req_input_len > 0
     assert len(info.architectures) == 1
     assert len(info.eos_token_ids) == 2, "the model config's and the generation config's"
 
 
 def test_server_facts_are_complete(client: Client):
-    info = client.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT)
+    info = client.stub.GetServerInfo(client.pb.GetServerInfoRequest(), timeout=TIMEOUT)
     client.complete()
-    later = client.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT)
-    assert info.server_type in ("vllm-grpc", "fake-grpc")
+    later = client.stub.GetServerInfo(client.pb.GetServerInfoRequest(), timeout=TIMEOUT)
+    assert info.server_type in ("vllm-grpc", "fake-grpc", "grpc")
     assert later.uptime_seconds > info.uptime_seconds > 0
     assert time.time() - 60 < later.last_receive_timestamp <= time.time()
-    assert later.data_parallel_size >= 1
-    assert later.max_num_seqs > 0
     assert not later.is_paused
-    assert not later.mm_processor
+
+
+@pytest.mark.contract("vllm")
+def test_server_facts_name_what_runs(client: Client):
+    info = client.stub.GetServerInfo(client.pb.GetServerInfoRequest(), timeout=TIMEOUT)
+    assert info.data_parallel_size >= 1
+    assert info.max_num_seqs > 0
+    assert not info.mm_processor
+
+
+@pytest.mark.contract("sglang")
+def test_server_facts_hold_the_arguments_and_what_the_router_reads(client: Client):
+    info = client.stub.GetServerInfo(client.pb.GetServerInfoRequest(), timeout=TIMEOUT)
+    assert info.server_args["model_path"]
+    assert info.server_args["max_running_requests"] > 0
+    assert dict(info.scheduler_info)
+    assert info.sglang_version
+    assert info.max_total_num_tokens > 0
+    assert abs(info.start_time.seconds + info.uptime_seconds - time.time()) < 60
 
 
 def test_active_requests_are_counted(client: Client):
     before = client.active()
-    call = client.stub.Generate(generate_request(stream=True, max_tokens=client.long), timeout=TIMEOUT)
+    call = client.start(stream=True, max_tokens=client.long)
     next(call)
     assert client.active() == before + 1
     call.cancel()
@@ -87,7 +99,7 @@ def test_active_requests_are_counted(client: Client):
 
 def test_loads_name_every_rank_and_can_be_asked_for_one(client: Client):
     client.complete()
-    answer = client.stub.GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT)
+    answer = client.stub.GetLoads(client.pb.GetLoadsRequest(), timeout=TIMEOUT)
     assert answer.timestamp
     assert answer.version
     assert answer.dp_rank_count == len(answer.loads) >= 1
@@ -96,16 +108,16 @@ def test_loads_name_every_rank_and_can_be_asked_for_one(client: Client):
     assert first.max_total_num_tokens > 0
     assert first.max_running_requests > 0
     assert first.gen_throughput > 0
-    one = client.stub.GetLoads(pb.GetLoadsRequest(dp_rank=0), timeout=TIMEOUT)
+    one = client.stub.GetLoads(client.pb.GetLoadsRequest(dp_rank=0), timeout=TIMEOUT)
     assert [load.dp_rank for load in one.loads] == [0]
-    assert refused(client.stub.GetLoads, pb.GetLoadsRequest(dp_rank=99))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused(client.stub.GetLoads, client.pb.GetLoadsRequest(dp_rank=99))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_running_call_shows_in_the_loads(client: Client):
-    call = client.stub.Generate(generate_request(stream=True, max_tokens=client.long), timeout=TIMEOUT)
+    call = client.start(stream=True, max_tokens=client.long)
     for _ in range(3):
         next(call)
-    load = client.stub.GetLoads(pb.GetLoadsRequest(), timeout=TIMEOUT).loads[0]
+    load = client.stub.GetLoads(client.pb.GetLoadsRequest(), timeout=TIMEOUT).loads[0]
     assert load.num_running_reqs >= 1
     assert load.num_total_reqs == load.num_running_reqs + load.num_waiting_reqs
     call.cancel()
@@ -125,7 +137,7 @@ def test_a_flush_timeout_is_a_number_of_seconds(client: Client, timeout: float):
 
 def test_a_flush_with_calls_in_flight_is_refused_or_waits_for_them(client: Client):
     client.flush()
-    call = client.stub.Generate(generate_request(prompt=[3] * 300, stream=True, max_tokens=150), timeout=TIMEOUT)
+    call = client.start(prompt=[3] * 300, stream=True, max_tokens=150)
     next(call)
     answer = client.flush()
     assert not answer.success
@@ -134,6 +146,7 @@ def test_a_flush_with_calls_in_flight_is_refused_or_waits_for_them(client: Clien
     list(call)
 
 
+@pytest.mark.contract("vllm")
 def test_profile_options_are_refused(client: Client):
     code, sentence = refused(client.stub.StartProfile, common.StartProfileRequest(num_steps=3, with_stack=True))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -148,9 +161,9 @@ def test_kv_events_are_not_served_yet(client: Client):
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_the_tokenizer_comes_as_an_archive_with_its_digest(client: Client, tiny, request):
-    if client.kind == "fake":
-        request.getfixturevalue("fake_worker").engine.tokenizer = tiny("qwen3")
+def test_the_tokenizer_comes_as_an_archive_with_its_digest(client: Client, tiny):
+    if client.kind.startswith("fake"):
+        client.worker.engine.tokenizer = tiny("qwen3")
     parts = list(client.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=TIMEOUT))
     archive = b"".join(part.data for part in parts)
     assert [bool(part.sha256) for part in parts] == [False] * (len(parts) - 1) + [True]

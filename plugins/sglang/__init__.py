@@ -1,0 +1,1 @@
+"""SGLang as a worker behind the SMG router."""
