@@ -54,13 +54,14 @@ def find_engine() -> Engine:
     )
 
 
-def worker_command(engine: Engine, model: Path, port: int) -> list[str]:
+def worker_command(engine: Engine, model: Path, port: int, implementation: str = "python") -> list[str]:
     """vLLM with the gRPC server, in sizes for a tiny model."""
     # On a CPU, bf16 attention takes AMX where the processor has it, and ends where the kernel does not grant it.
     dtype = "float32" if engine.on_cpu else "bfloat16"
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--grpc"]
     limits = ["--max-model-len", "2048", "--dtype", dtype, "--gpu-memory-utilization", "0.3"]
-    return [*serve, "--host", HOST, "--port", str(port), "--enforce-eager", *limits]
+    address = ["--host", HOST, "--port", str(port), "--servicer-impl", implementation]
+    return [*serve, *address, "--enforce-eager", *limits]
 
 
 def worker_environment(engine: Engine, folder: Path) -> tuple[dict[str, str], list[str]]:

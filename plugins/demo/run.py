@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Start an engine with our worker and the SMG router on it, and send one chat request through.",
     )
     parser.add_argument("--engine", choices=["auto", "vllm"], default="auto", help="default: what is installed")
+    parser.add_argument("--servicer-impl", default="python", metavar="NAME", help="python (default) or rust")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model folder (default: a tiny Qwen3 made here)")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to ask (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="the worker's port (default: a free one)")
@@ -97,7 +98,9 @@ def _demo(
     environment, mended = worker_environment(engine, folder / "worker")
     for sentence in mended:
         _say(f"worker: {sentence}")
-    worker = Child("worker", worker_command(engine, model, worker_port), environment, folder / "worker.log")
+    worker = Child(
+        "worker", worker_command(engine, model, worker_port, options.servicer_impl), environment, folder / "worker.log"
+    )
     children.append(stack.enter_context(worker))
     wait_until_serving(worker, worker_port, started + WORKER_SECONDS)
     _say(f"worker: SERVING after {time.monotonic() - started:.1f} s")

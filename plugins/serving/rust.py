@@ -261,8 +261,8 @@ class _Life(Life):
                 await asyncio.wait_for(over, _RELAY_SECS)
             except (asyncio.TimeoutError, TimeoutError):
                 logger.warning("the relay of KV events did not subscribe within %g s: serving without it", _RELAY_SECS)
-        if self.stop.is_set() or self.failed.is_set():
-            return False
+        if self.failed.is_set() or (self.stop.is_set() and (self._holds or not self.server.engine_ready)):
+            return False  # a server that is not held says SERVING before this hears of it: it may have calls
         self._hold(False)
         return True
 

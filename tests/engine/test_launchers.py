@@ -105,8 +105,9 @@ def test_the_variable_has_any_launcher_serve_from_rust(new_worker, tmp_path, how
     launcher = ("-m", SHIM) if how == "vLLM's launcher" else (str(own),)
     worker = new_worker(*launcher, SMG_VLLM_SERVICER_IMPL="Rust")
     with worker.serving(), Client(worker.address) as client:
-        assert f"serving on {worker.address}" in worker.output()
         assert client.complete(max_tokens=5).completion_tokens == 5
+        # The server says SERVING by itself; the worker hears of it a moment later.
+        wait_until(lambda: f"serving on {worker.address}" in worker.output(), 5, "not served from Rust")
         worker.signal(signal.SIGTERM)
         assert worker.wait(15) == 0
         wait_until(lambda: not group(worker.pid), 3, "left something behind")
