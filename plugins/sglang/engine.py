@@ -9,7 +9,7 @@ from ..hooks.specs import EngineDescription, hookimpl
 from .settings import FLAGS, IMPLEMENTATION
 
 NAME = "sglang"
-ENTRY = "smg-servicer"
+ENTRY, ZMQ_ENTRY = "smg-servicer", "smg-zmq"
 SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 _RELEASES = "0.5.20 - 0.5.23"
 _UNUSED = "smg_grpc_servicer.sglang.command_line:add_flags"  # bound by SGLang's own registry
@@ -44,13 +44,15 @@ SEAMS = (LAUNCHER, PARSER, PREPROCESSING)
 
 @hookimpl
 def smg_engine() -> EngineDescription:
+    from .zmq_seams import SEAMS as ZMQ_SEAMS
+
     return EngineDescription(
         name=NAME,
         distributions=("sglang",),
         service=SERVICE,
-        entry_points=(("sglang.srt.plugins", ENTRY),),
+        entry_points=(("sglang.srt.plugins", ENTRY), ("sglang.srt.plugins", ZMQ_ENTRY)),
         filter_variable="SGLANG_PLUGINS",
-        seams=SEAMS,
+        seams=(*SEAMS, *ZMQ_SEAMS),
         launchers=("sglang serve --model-path MODEL --smg-grpc-mode",),
     )
 
