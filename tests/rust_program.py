@@ -24,7 +24,8 @@ _STEP_MILLISECONDS = 5
 
 
 def say(what: str, value: Any = None) -> None:
-    print(f"@{what} {json.dumps(value)}", flush=True)
+    # In one write: the server's own lines go to the same pipe.
+    print(f"@{what} {json.dumps(value)}\n", end="", flush=True)
 
 
 # Engines: targets of a spawned process.

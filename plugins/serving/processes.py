@@ -22,7 +22,8 @@ _ENDING_ROUNDS = 20
 _TERMINATE_SECS = 1.0
 _KILL_SECS = 0.2
 _JOIN_SECS = 0.1
-_BLOCKING = "smg-blocking"
+BLOCKING = "smg-blocking"
+"""Name of the threads that `end_children` ends with what they started."""
 
 
 def calm_poller() -> None:
@@ -60,7 +61,7 @@ def in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
         with contextlib.suppress(RuntimeError):  # the loop may be gone
             loop.call_soon_threadsafe(functools.partial(settle, setter, result))
 
-    threading.Thread(target=work, daemon=True, name=_BLOCKING).start()
+    threading.Thread(target=work, daemon=True, name=BLOCKING).start()
     return future
 
 
@@ -72,7 +73,7 @@ def end_children() -> None:
     """
     here = psutil.Process()
     adopt_orphans()
-    loading = [thread for thread in threading.enumerate() if thread.name == _BLOCKING]
+    loading = [thread for thread in threading.enumerate() if thread.name == BLOCKING]
     patience = _TERMINATE_SECS
     for _ in range(_ENDING_ROUNDS):
         for thread in loading:

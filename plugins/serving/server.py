@@ -40,6 +40,15 @@ class Tls:
     key: str
     client_ca: str | None = None
 
+    @classmethod
+    def of_flags(cls, certificate: str | None, key: str | None, client_ca: str | None) -> Tls | None:
+        """What an engine's --ssl-* flags name, None where they name nothing; ConfigurationError for half a pair."""
+        if not certificate and not key:
+            return None
+        if not certificate or not key:
+            raise ConfigurationError(["--ssl-certfile and --ssl-keyfile: one is missing; TLS needs both"])
+        return cls(certificate, key, client_ca)
+
     def credentials(self) -> Any:
         """Server credentials; ConfigurationError names a file that cannot be read."""
         try:

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..hooks.command_line import end_start
 from ..hooks.seams import probe
 from ..hooks.settings import ConfigurationError
 from . import zmq_seams
-from .command_line import end_start
 
 logger = logging.getLogger("sglang.smg_grpc_servicer.headless")
 

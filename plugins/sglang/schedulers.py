@@ -16,11 +16,11 @@ from typing import Any
 
 from ..hooks.settings import ConfigurationError
 from ..serving import errors
+from ..serving.processes import BLOCKING
 
 logger = logging.getLogger(__name__)
 
 _JOIN_SECS = 5.0
-_THREAD = "smg-blocking"  # what serving ends with the children it would otherwise start more of
 _SIGQUIT = "a scheduler failed; its own log lines say why"
 
 
@@ -209,5 +209,5 @@ def _in_background(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         except BaseException as error:  # noqa: BLE001  carried to whoever asks for the result
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name=_THREAD).start()
+    threading.Thread(target=run, daemon=True, name=BLOCKING).start()
     return future

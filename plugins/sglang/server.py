@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..hooks.command_line import choose, end_start
 from ..hooks.settings import ConfigurationError
 from ..serving import extensions
 from ..serving.engine import Engine
@@ -15,10 +16,10 @@ from ..serving.life import Life, first
 from ..serving.processes import end_children, in_thread
 from ..serving.server import Tls, Worker, run
 from ..wire.contracts.sglang import SglangContract
-from .command_line import arguments, choose, end_start
+from .command_line import arguments
 from .engine import NAME
 from .schedulers import Ports, Schedulers, prepare
-from .settings import worker_settings
+from .settings import IMPLEMENTATION, worker_settings
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ async def serve_grpc(server_args: Any, model_info: Any = None, on_request_manage
     """
     args = arguments(server_args=server_args, on_request_manager_ready=on_request_manager_ready)
     try:
-        code = await choose(args)(args)
+        code = await choose(NAME, IMPLEMENTATION, args)(args)
     except ConfigurationError as error:
         end_start(error.lines)
     if code:
@@ -90,16 +91,12 @@ async def serve_python(args: argparse.Namespace) -> int:
 
 def tls_of(serving: Any) -> Tls | None:
     """The TLS files of SGLang's own flags."""
-    certificate, key = serving.ssl_certfile, serving.ssl_keyfile
     if serving.api_key or serving.admin_api_key:
         logger.warning("--api-key is not enforced on the gRPC port: keep the port private to the router")
-    if not certificate and not key:
-        return None
-    if not certificate or not key:
-        raise ConfigurationError(["--ssl-certfile and --ssl-keyfile: one is missing; TLS needs both"])
-    if serving.ssl_keyfile_password:
+    tls = Tls.of_flags(serving.ssl_certfile, serving.ssl_keyfile, serving.ssl_ca_certs)
+    if tls is not None and serving.ssl_keyfile_password:
         raise ConfigurationError(["--ssl-keyfile-password: gRPC takes no encrypted key; decrypt --ssl-keyfile"])
-    return Tls(certificate, key, serving.ssl_ca_certs)
+    return tls
 
 
 def start_bootstrap_server() -> Any:

@@ -11,9 +11,9 @@ import os
 from importlib import metadata
 from typing import Any
 
+from ..hooks.command_line import end_start
 from ..wire import sglang_frames as frames
 from .admission import Admission, read_rules
-from .command_line import end_start
 from .zmq_inbox import Inbox
 from .zmq_outbox import Outbox
 from .zmq_requests import Requests

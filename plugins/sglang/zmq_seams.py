@@ -8,8 +8,8 @@ import os
 import pkgutil
 from typing import Any
 
+from ..hooks.command_line import end_start
 from ..hooks.seams import Seam
-from .command_line import end_start
 
 logger = logging.getLogger("sglang.smg_grpc_servicer.zmq")
 

@@ -53,14 +53,10 @@ async def serve_python(args: argparse.Namespace) -> int:
 
 def tls_of(args: argparse.Namespace) -> Tls | None:
     """The TLS files of `vllm serve`'s own flags; the gRPC launcher's parser has none."""
-    certificate, key = getattr(args, "ssl_certfile", None), getattr(args, "ssl_keyfile", None)
     if getattr(args, "api_key", None):
         logger.warning("--api-key is not enforced on the gRPC port: keep the port private to the router")
-    if not certificate and not key:
-        return None
-    if not certificate or not key:
-        raise ConfigurationError(["--ssl-certfile and --ssl-keyfile: one is missing; TLS needs both"])
-    return Tls(certificate, key, getattr(args, "ssl_ca_certs", None))
+    certificate, key, client_ca = (getattr(args, f"ssl_{name}", None) for name in ("certfile", "keyfile", "ca_certs"))
+    return Tls.of_flags(certificate, key, client_ca)
 
 
 def load(args: argparse.Namespace) -> Any:

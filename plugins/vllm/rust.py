@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ..hooks import plugins
+from ..hooks.command_line import end_start
 from ..hooks.seams import State, bind, probe, state
 from ..hooks.settings import ConfigurationError, Settings, resolve
 from ..serving.errors import Precondition
 from ..serving.rust import Headless, Plan, RustWorker, run
 from ..serving.wheel import Wheel
 from . import facts
-from .command_line import end_start
 from .engine import ENTRY, RUST_SERVER
 from .kv_events import endpoints, publish_by_default
 from .launcher import spawn_engine_processes, use_engine_logging

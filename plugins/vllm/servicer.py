@@ -54,7 +54,7 @@ def refuse_a_launcher_without_plugin() -> None:
     """
     if asked_for() == "python" or not is_launcher():
         return
-    from .command_line import end_start
+    from ..hooks.command_line import end_start
     from .rust import hook_problem
 
     problem = hook_problem()
